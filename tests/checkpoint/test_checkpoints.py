@@ -878,7 +878,7 @@ def saved_late(root: str, make: str) -> dict[str, torch.Tensor]:
     return saved(root, make, False)
 
 
-@pytest.mark.parametrize(("ranks", "config"), with_slow(LAYOUTS[1:4], LAYOUTS[1:3]))
+@pytest.mark.parametrize(("ranks", "config"), with_slow(LAYOUTS[1:4], LAYOUTS[1:4]))
 def test_copies_overlap_on_several_ranks(tmp_path, ranks, config):
     expected = run(saved_late, str(tmp_path), "adamw", ranks=ranks, config=config).ok()[0]
     found, number, _ = run(loaded, str(tmp_path), "adamw").ok()[0]

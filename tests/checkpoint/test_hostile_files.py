@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -245,6 +246,11 @@ def _attacks(copies: hostile.Copies, count: int, read, outside: Path) -> int:
     return rejected
 
 
+def some_or_all(some: int, all_of_them: int) -> list[Any]:
+    """Return the numbers of hostile values of the default test, and of the slow one."""
+    return [some * MORE, pytest.param(all_of_them * MORE, marks=pytest.mark.slow)]
+
+
 CHECKPOINT = [hostile.of_manifest, hostile.of_state, hostile.of_header]
 FOLDER = [hostile.of_manifest, hostile.of_header]
 
@@ -258,28 +264,31 @@ def _beside(tmp_path: Path) -> Path:
     return outside
 
 
-def test_hostile_values_in_checkpoints(made, tmp_path):
+@pytest.mark.parametrize("count", some_or_all(100, 300))
+def test_hostile_values_in_checkpoints(made, tmp_path, count):
     """Manifests, states and headers: readers reject them in one line, or read on without them."""
     outside = _beside(tmp_path)
     right = made / "runs/one"
     newest = _steps(right)[-1].name
     changes = {f"checkpoints/{newest}": CHECKPOINT, "final": FOLDER, "base": FOLDER}
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=1)
-    rejected = _attacks(copies, 300 * MORE, lambda: _read_checkpoints(copies.work), outside)
-    assert 100 * MORE < rejected < 300 * MORE  # some values change nothing that is read
+    rejected = _attacks(copies, count, lambda: _read_checkpoints(copies.work), outside)
+    assert count / 3 < rejected < count  # some values change nothing that is read
 
 
-def test_hostile_values_in_small_files(made, tmp_path):
+@pytest.mark.parametrize("count", some_or_all(20, 60))
+def test_hostile_values_in_small_files(made, tmp_path, count):
     outside = _beside(tmp_path)
     right = made / "runs/one"
     recipe = Folder(right)._recipe()
     names = ("environment.json", "summary.json")
     changes = {name: [hostile.of_json] for name in names} | {"recipe.yaml": [hostile.of_yaml]}
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=2)
-    _attacks(copies, 60 * MORE, lambda: _read_files(copies.work, recipe), outside)
+    _attacks(copies, count, lambda: _read_files(copies.work, recipe), outside)
 
 
-def test_hostile_values_in_curves(made, tmp_path):
+@pytest.mark.parametrize("count", some_or_all(14, 40))
+def test_hostile_values_in_curves(made, tmp_path, count):
     """The files that report, watch and compare read: the page is written whatever they hold."""
     outside = _beside(tmp_path)
     right = made / "runs/one"
@@ -287,10 +296,11 @@ def test_hostile_values_in_curves(made, tmp_path):
     changes = {name: [hostile.of_json] for name in names if (right / name).exists()}
     changes |= {"recipe.yaml": [hostile.of_yaml], "metrics.jsonl": [hostile.of_lines]}
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=3)
-    assert _attacks(copies, 40 * MORE, lambda: _read_curves(copies.work), outside) == 0
+    assert _attacks(copies, count, lambda: _read_curves(copies.work), outside) == 0
 
 
-def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("count", some_or_all(33, 100))
+def test_hostile_values_in_a_mirror(made, tmp_path, count, monkeypatch):
     outside = _beside(tmp_path)
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     recipe = Folder(made / "runs/one")._recipe()
@@ -308,7 +318,7 @@ def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         _read_mirror(f"file://{copies.work}", tmp_path / "run", recipe)
 
-    _attacks(copies, 100 * MORE, read, outside)
+    _attacks(copies, count, read, outside)
     assert {path.name for path in tmp_path.iterdir()} <= {"outside", "cache", "run"}
 
 

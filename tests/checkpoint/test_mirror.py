@@ -30,7 +30,7 @@ from oneloop.checkpoint.uploads import Uploads, UploadSettings
 from oneloop.cli import main
 from oneloop.recipe.parse import read
 from oneloop.run.mirrored_folder import MirroredFolder
-from worlds import free_port, run
+from worlds import each_forked, free_port, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.upload_limit",
@@ -51,6 +51,8 @@ pytestmark = pytest.mark.covers(
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
+SHORT = ["--duration", "20", "--eval.every", "10"]
+"""words of a run that saves four times, which is enough where the number of saves is no claim"""
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +75,17 @@ def monkeymodule():
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return a function that returns the final weights of the undisturbed run of a layout."""
+    """Return a function that returns the final weights of the undisturbed run of a layout, with
+    these words."""
     known = {}
 
-    def weights(config: str, ranks: int) -> dict[str, bytes]:
-        if config not in known:
+    def weights(config: str, ranks: int, *words: str) -> dict[str, bytes]:
+        key = (config, *words)
+        if key not in known:
             folder = tmp_path_factory.mktemp(config)
-            stores.trained(folder, "--run.dir", "run", config=config, ranks=ranks).ok()
-            known[config] = final(folder / "run")
-        return known[config]
+            stores.trained(folder, "--run.dir", "run", *words, config=config, ranks=ranks).ok()
+            known[key] = final(folder / "run")
+        return known[key]
 
     return weights
 
@@ -133,28 +137,48 @@ def kill_the_owner(address: str) -> None:
     bucket = Bucket(address)
     until = time.monotonic() + 100
     while not steps_in(bucket) and time.monotonic() < until:
-        time.sleep(0.1)
+        time.sleep(0.3)
     owner = json.loads(bucket.get("owner/00000001.json"))
     os.kill(owner["pid"], signal.SIGKILL)
 
 
+# After its first checkpoint, training waits until the test continues it, or kills it.
+WAITS = """
+    own_loss = loss
+
+    def loss(self, model, batch):
+        saved = os.path.exists("RUN/checkpoints/step-00000005")
+        while saved and not os.path.exists("goes on"):
+            time.sleep(0.02)
+        return self.own_loss(model, batch)
+"""
+
+
+def waiting(folder: Path, run_folder: str) -> Path:
+    """Lay the task that waits after the first checkpoint of this run folder."""
+    stores.lay(folder)
+    with (folder / "small.py").open("a") as file:
+        file.write(WAITS.replace("RUN", run_folder))
+    return folder
+
+
 def test_the_disk_is_lost_after_the_first_checkpoint(tmp_path, s3, whole):
-    address, folder = "s3://bucket/first", tmp_path / "lost"
+    address, own = "s3://bucket/first", "runs/bucket/first"
+    folder = waiting(tmp_path / "lost", own)
     killer = threading.Thread(target=kill_the_owner, args=[address])
     killer.start()
-    # Training would take 22 seconds more after the first checkpoint.
-    variables = s3 | {"SLOW": "0.4"}
-    lost = stores.trained(folder, "--run.dir", address, variables=variables, hosts=True)
+    lost = stores.trained(folder, "--run.dir", address, *SHORT, variables=s3)
     killer.join()
     assert lost.codes == [-signal.SIGKILL], lost.output
     shutil.rmtree(folder)
-    again = stores.trained(folder, "--run.dir", address, variables=s3, hosts=True)
+    (waiting(folder, own) / "goes on").touch()
+    again = stores.trained(folder, "--run.dir", address, *SHORT, variables=s3)
     again.ok()
     assert "resuming from s3://" in again.output, again.output
-    done = folder / "host-0/runs/bucket/first"
-    assert final(done) == whole("single", 1)
+    done = folder / own
+    assert final(done) == whole("single", 1, *SHORT)
     summary = json.loads((done / "summary.json").read_text())
-    assert summary["mirrored"] == 60 and intact(address, tmp_path)[-1] == 60
+    assert summary["mirrored"] == 20 and intact(address, tmp_path)[-1] == 20
 
 
 @pytest.mark.slow
@@ -222,73 +246,62 @@ def test_the_uploading_process_is_killed(tmp_path, s3, whole, times, scratch):
         number += 1
 
 
-def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
+def test_a_copy_of_a_run_folder(tmp_path, whole):
     """Two processes on one disk: steps kept, files and final weights are those of the run folder;
-    another machine resumes from the copy. No file holds a secret."""
-    address, folder = "s3://bucket/copy", tmp_path / "one"
-    words = ["--save.mirror", address, "--run.dir", "run", "--save.forever", "20"]
+    another machine resumes from the copy."""
+    address, folder = f"file://{tmp_path}/store", tmp_path / "one"
+    words = ["--save.mirror", address, "--run.dir", "run", "--save.forever", "10", *SHORT]
+    slowly = {"SLOW": "0.12"}  # the run would take 2.4 seconds
     stopped = stores.trained(
-        folder, *words, "--stop.after", "1.2s", config="ddp", ranks=2, variables=s3 | SLOWLY
+        folder, *words, "--stop.after", "1.2s", config="ddp", ranks=2, variables=slowly
     )
     assert stopped.codes == [75, 75], stopped.output
     own = [int(path.name[5:]) for path in Store(folder / "run/checkpoints").sealed()]
     assert steps_in(Bucket(address)) == own and "copies of run.dir" in stopped.output
     shutil.rmtree(folder)
-    done = stores.trained(folder, *words, config="ddp", ranks=2, variables=s3)
+    done = stores.trained(folder, *words, config="ddp", ranks=2)
     done.ok()
-    assert "resuming from" in done.output and final(folder / "run") == whole("ddp", 2)
+    assert "resuming from" in done.output and final(folder / "run") == whole("ddp", 2, *SHORT)
     bucket = Bucket(address)
-    assert {20, 40, 60} <= set(steps_in(bucket))
+    assert {10, 20} <= set(steps_in(bucket))
     for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
         assert bucket.get(name) == (folder / "run" / name).read_bytes(), name
-    texts = [file.read_bytes() for file in (folder / "run").rglob("*") if file.is_file()]
-    texts += [bucket.get(name) for name in bucket.sizes("")] + [
-        stopped.output.encode(),
-        done.output.encode(),
-    ]
-    assert len(texts) > 30 and not any(
-        value.encode() in text for text in texts for value in list(stores.KEYS.values())[:2]
-    )
-
-
-# After its first checkpoint, training waits until the mirror fails.
-WAITS = """
-    own_loss = loss
-
-    def loss(self, model, batch):
-        saved = os.path.exists("run/checkpoints/step-00000005")
-        while saved and not os.path.exists("fails"):
-            time.sleep(0.02)
-        return self.own_loss(model, batch)
-"""
 
 
 def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp_path, s3, whole):
-    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), stores.lay(tmp_path / "one")
-    with (folder / "small.py").open("a") as file:
-        file.write(WAITS)
-    variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1", **SLOWLY}
-    words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", "--watch.quiet", "false"]
+    """Also: no file of the run folder and of the mirror, and no output, holds a secret."""
+    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), waiting(tmp_path / "one", "run")
+    variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1"}
+    words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", *SHORT]
+    words += ["--watch.quiet", "false"]
     worlds = []
     thread = threading.Thread(
         target=lambda: worlds.append(stores.trained(folder, *words, variables=variables))
     )
     thread.start()
     while not steps_in(Bucket("s3://bucket/down")) and thread.is_alive():
-        time.sleep(0.1)
+        time.sleep(0.3)
     proxy.fail = 1.0
-    (folder / "fails").touch()
+    (folder / "goes on").touch()
     thread.join()
     (world,) = worlds
     summary = json.loads((folder / "run/summary.json").read_text())
-    assert world.codes == [1] and summary["exit_code"] == 1 and summary["step"] == 60, world.output
-    assert "the mirror is incomplete" in summary["exit_reason"] and summary["mirrored"] < 60
+    assert world.codes == [1] and summary["exit_code"] == 1 and summary["step"] == 20, world.output
+    assert "the mirror is incomplete" in summary["exit_reason"] and summary["mirrored"] < 20
     assert world.output.count("MIRROR FAILED") == 1
     proxy.fail = 0.0
-    stores.trained(folder, *words, variables=variables).ok()
-    assert final(folder / "run") == whole("single", 1)
-    assert json.loads(Bucket("s3://bucket/down").get("summary.json"))["mirrored"] == 60
-    assert intact("s3://bucket/down", tmp_path)[-1] == 60
+    done = stores.trained(folder, *words, variables=variables)
+    done.ok()
+    assert final(folder / "run") == whole("single", 1, *SHORT)
+    bucket = Bucket("s3://bucket/down")
+    assert json.loads(bucket.get("summary.json"))["mirrored"] == 20
+    assert intact(bucket.address, tmp_path)[-1] == 20
+    texts = [file.read_bytes() for file in (folder / "run").rglob("*") if file.is_file()]
+    texts += [bucket.get(name) for name in bucket.sizes("")]
+    texts += [world.output.encode(), done.output.encode()]
+    assert len(texts) > 30 and not any(
+        value.encode() in text for text in texts for value in list(stores.KEYS.values())[:2]
+    )
 
 
 def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp_path, s3):
@@ -303,26 +316,38 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
         "file:///runs/../copy": "must name a folder",
         "s3://nowhere/run": "cannot be read now",
     }
-    for number, (address, expected) in enumerate(wrong.items()):
+    stores.lay(tmp_path)
+    asked = {"": [], "nowhere": []}
+    for number, address in enumerate(wrong):
         keys = ["--save.mirror", "--run.dir"]
         if 0 < number < len(wrong) - 1:  # between the first and the last address, in turn
             keys = [keys[number % 2]]
-        for key in keys:
-            world = stores.trained(
-                tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {})
-            )
+        asked["nowhere" if "nowhere" in address else ""] += [[key, address] for key in keys]
+    asked[""] += [
+        ["--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b"],
+        ["--save.sync", "true", "--save.mirror", "s3://bucket/b"],
+    ]
+    messages = {
+        **wrong,
+        "s3://bucket/a": "are two mirrors; remove one",
+        "true": "save.sync cannot be combined with a mirror",
+    }
+
+    # All commands with the same variables share a world.
+    for name, commands in asked.items():
+        given = [(tmp_path, [*stores.WORDS.split(), *words]) for words in commands]
+        variables = stores.LEASE | s3 | (nowhere if name else {})
+        (found,) = run(each_forked, given, folder=tmp_path, variables=variables).ok()
+        for words, ended in zip(commands, found, strict=True):
             # a store that does not answer may do so later
-            code = 1 if "nowhere" in address else 2
-            assert (world.codes, "Traceback" in world.output) == ([code], False), world.output
-            assert expected in world.output, world.output
-            assert "SeCrEt" not in world.output
+            code = 1 if name else 2
+            assert (ended.code, "Traceback" in ended.output) == (code, False), ended.output
+            assert messages[words[1]] in ended.output, ended.output
+            assert "SeCrEt" not in ended.output
             # on a slow machine, a store that does not answer is waited for
-            lines = re.sub("waiting for the mirror .*\n", "", world.output).splitlines()
-            assert len(lines) == 2, world.output
-    both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
-    assert both.codes == [2] and "are two mirrors; remove one" in both.output
-    sync = stores.trained(tmp_path, "--save.sync", "true", "--save.mirror", "s3://bucket/b")
-    assert sync.codes == [2] and "save.sync cannot be combined with a mirror" in sync.output
+            lines = re.sub("waiting for the mirror .*\n", "", ended.output).splitlines()
+            assert len(lines) == 1, ended.output
+            assert ended.changed == set(), ended.changed
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"small.py"}
 
 
@@ -515,16 +540,16 @@ def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
 def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_path, whole):
     address, store = f"file://{tmp_path}/store", tmp_path / "store"
     # It has finished here, and is extended there: no moment depends on the speed of the machine.
-    stores.trained(tmp_path / "a", "--run.dir", address, "--duration", "30").ok()
+    stores.trained(tmp_path / "a", "--run.dir", address, *SHORT, "--duration", "10").ok()
     older, newest = steps_in(Bucket(address))[-2:]
     name = next((store / folder_of(newest)).glob("*.safetensors"))
     name.write_bytes(name.read_bytes()[:-1] + b"x")  # of the same size: only its checksum differs
-    again = stores.trained(tmp_path / "b", "--run.dir", address)
+    again = stores.trained(tmp_path / "b", "--run.dir", address, *SHORT)
     again.ok()
     assert f"step-{newest:08d} cannot be used, and was skipped" in again.output, again.output
     assert f"resuming from {address}/checkpoints/step-{older:08d}" in again.output
-    assert final(tmp_path / "b/runs" / str(store).strip("/")) == whole("single", 1)
-    assert intact(address, tmp_path, but=newest)[-1] == 60
+    assert final(tmp_path / "b/runs" / str(store).strip("/")) == whole("single", 1, *SHORT)
+    assert intact(address, tmp_path, but=newest)[-1] == 20
 
 
 KEPT: list[tuple[Lease, threading.Thread]] = []
@@ -841,6 +866,7 @@ def test_hosts_with_another_source_of_the_task_are_rejected(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):
     words = ["--run.dir", f"file://{tmp_path}/store", "--task.frozen", "true", "--duration", "20"]
     first = stores.trained(

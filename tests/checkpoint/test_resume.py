@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
-from worlds import CONFIGS, HERE, back_to, run, timeless, train
+from worlds import CONFIGS, HERE, Ended, back_to, each_forked, run, timeless, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.background_save",
@@ -36,7 +36,7 @@ batch: {size: 8}
 duration: 30
 log: {every: 3}
 eval: {every: 7}
-save: {every: 1, keep: 99}
+save: {every: 5, keep: 99}
 schedule: {name: cosine, warmup: 4}
 ema: {half_life: 20 samples, power: [0.1]}
 guard: {nonfinite: skip, sigma: 50, window: 5}
@@ -57,6 +57,11 @@ def finished(tmp_path_factory) -> Path:
     (folder / "tiny_run.yaml").write_text(RECIPE)
     run(train, [str(folder / "tiny_run.yaml"), "--run.dir", "run"], folder=folder).ok()
     return folder / "run"
+
+
+def in_turn(folder: Path, *commands: list[str]) -> list[Ended]:
+    """Run these commands in a folder, one after another, in processes of one world."""
+    return run(each_forked, [(folder, words) for words in commands], folder=folder).ok()[0]
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -97,13 +102,14 @@ def same(one: Path, other: Path) -> None:
     [
         pytest.param("adamw", 1, "single", marks=pytest.mark.slow),
         pytest.param("adamw", 2, "ddp", marks=pytest.mark.slow),
-        ("adamw", 2, "fsdp2"),
+        pytest.param("adamw", 2, "fsdp2", marks=pytest.mark.slow),
         ("muon", 1, "single"),
         *(pytest.param("muon", 2, config, marks=pytest.mark.slow) for config in ("ddp", "fsdp2")),
     ],
 )
 def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, optimizer):
     words = [recipe, "--optimizer.name", optimizer, "--batch.micro", "2"]
+    words += ["--duration", "20", "--save.every", "2"]
     run(train, [*words, "--run.dir", "alone"], ranks=ranks, config=config, folder=tmp_path).ok()
     for step in (2, 14) if ranks == 1 else (14,):
         cut(tmp_path / "alone", tmp_path / str(step), step)
@@ -117,7 +123,7 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, workers):
-    # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 is in the
+    # 48 samples in batches of 16: step 6 ends epoch 2 exactly, 4 is in mid-epoch, 10 is in the
     # middle of the fourth epoch.
     words = [
         "digits",
@@ -128,7 +134,7 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
         "--duration",
         "12",
         "--save.every",
-        "1",
+        "2",
         "--save.keep",
         "99",
         "--log.every",
@@ -147,7 +153,7 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
         "2ep",
     ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    for step in (3, 10) if workers == "0" else (4,):  # workers start slowly
+    for step in (6, 10) if workers == "0" else (4,):  # workers start slowly
         cut(tmp_path / "alone", tmp_path / str(step), step)
         run(train, [*words, "--run.dir", str(step)], folder=tmp_path).ok()
         same(tmp_path / "alone", tmp_path / str(step))
@@ -164,6 +170,8 @@ def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
             "--machine.dtype",
             dtype,
             "--log.every",
+            "1",
+            "--save.every",
             "1",
             "--duration",
             "40",
@@ -238,7 +246,7 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path, recipe, fini
         and "resuming from" in world.output
     )
     assert (
-        "step-00000019" in world.output
+        "step-00000015" in world.output
         and (tmp_path / "hurt" / "checkpoints" / "bad-step-00000020").is_dir()
     )
     same(finished, tmp_path / "hurt")
@@ -260,70 +268,60 @@ def test_where_none_is_good_nothing_is_started_afresh(tmp_path, recipe):
 
 def test_what_may_change_and_what_not(tmp_path, recipe, finished):
     shutil.copytree(finished, tmp_path / "a")
-    again = run(
-        train, [recipe, "--run.dir", "a", "--batch.micro", "4", "--log.every", "5"], folder=tmp_path
+    words = [recipe, "--run.dir", "a"]
+    endless = [recipe, "--run.dir", "b", "--schedule.name", "constant", "--schedule.warmup", "2"]
+    endless += ["--save.every", "10"]
+    again, changed, longer, accepted, never, first, second = in_turn(
+        tmp_path,
+        [*words, "--batch.micro", "4", "--log.every", "5"],
+        [*words, "--optimizer.lr", "0.5"],
+        [*words, "--duration", "33"],
+        [*words, "--duration", "33", "--run.accept_changes"],
+        [*words, "--run.resume", "never"],
+        endless,
+        [*endless, "--duration", "40"],
     )
-    assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
-    changed = run(train, [recipe, "--run.dir", "a", "--optimizer.lr", "0.5"], folder=tmp_path)
-    assert changed.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in changed.output
-    longer = run(train, [recipe, "--run.dir", "a", "--duration", "33"], folder=tmp_path)
+    assert again.code == 0 and "finished at step 30: nothing to do" in again.output
+    assert changed.code == 2 and "optimizer.lr: 0.001 -> 0.5" in changed.output
     # its cosine would end elsewhere
-    assert longer.codes == [2] and "duration: '30' -> '33'" in longer.output
-    accepted = run(
-        train,
-        [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"],
-        folder=tmp_path,
-    )
-    accepted.ok()
+    assert longer.code == 2 and "duration: '30' -> '33'" in longer.output
+    assert accepted.code == 0, accepted.output
     assert "resuming from a/checkpoints/step-00000030" in accepted.output
-    never = run(train, [recipe, "--run.dir", "a", "--run.resume", "never"], folder=tmp_path)
-    assert never.codes == [2] and "run.resume is never" in never.output
-    endless = ["--schedule.name", "constant", "--schedule.warmup", "2"]
-    run(train, [recipe, "--run.dir", "b", *endless], folder=tmp_path).ok()
-    run(train, [recipe, "--run.dir", "b", *endless, "--duration", "40"], folder=tmp_path).ok()
+    assert never.code == 2 and "run.resume is never" in never.output
+    assert (first.code, second.code) == (0, 0), first.output + second.output
     assert metrics(tmp_path / "b")[-1]["step"] == 40
 
 
 def test_a_checkpoints_path_starts_another_run(tmp_path, recipe, finished):
-    shutil.copytree(finished, tmp_path / "a")
-    path = "a/checkpoints/step-00000020"
-    run(train, [recipe, "--run.dir", "b", "--run.resume", path], folder=tmp_path).ok()
+    for copy in ("a", "late"):
+        shutil.copytree(finished, tmp_path / copy)
+    back_to(tmp_path / "late", 25)
+    path = "checkpoints/step-00000020"
+    begun, rejected, missing = in_turn(
+        tmp_path,
+        [recipe, "--run.dir", "b", "--run.resume", f"a/{path}"],
+        [recipe, "--run.dir", "late", "--run.resume", f"late/{path}"],
+        [recipe, "--run.dir", "c", "--run.resume", "nowhere"],
+    )
+    assert begun.code == 0, begun.output
     assert all(
         torch.equal(x, y)
         for x, y in zip(weights(tmp_path / "a").values(), weights(tmp_path / "b").values())
     )
-    back_to(tmp_path / "a", 25)
-    rejected = run(train, [recipe, "--run.dir", "a", "--run.resume", path], folder=tmp_path)
-    assert rejected.codes == [2] and "step-00000025, which would be lost" in rejected.output
-    missing = run(train, [recipe, "--run.dir", "c", "--run.resume", "nowhere"], folder=tmp_path)
-    assert missing.codes == [2] and "nowhere" in missing.output
+    assert rejected.code == 2 and "step-00000025, which would be lost" in rejected.output
+    assert missing.code == 2 and "nowhere" in missing.output
 
 
 def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_continues(tmp_path, recipe):
-    words = [
-        "digits",
-        "--duration",
-        "120",
-        "--save.every",
-        "0",
-        "--save.best",
-        "false",
-        "--track",
-        "none",
-        "--batch.size",
-        "16",
-        "--task.width",
-        "8",
-        "--eval.every",
-        "0",
-    ]
+    words = [recipe, "--task.dropout", "0", "--duration", "60", "--eval.every", "0"]
+    words += ["--save.every", "0", "--save.best", "false"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
     stopped = run(
         train, [*words, "--run.dir", "a", "--stop.after", "0.1s"], ranks=2, folder=tmp_path
     )
     assert stopped.codes == [75, 75], stopped.output
     ended = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert ended["exit_code"] == 75 and "stop.after" in ended["exit_reason"] and ended["step"] < 120
+    assert ended["exit_code"] == 75 and "stop.after" in ended["exit_reason"] and ended["step"] < 60
     (tmp_path / "a" / "STOP").touch()
     again = run(train, [*words, "--run.dir", "a"], ranks=2, folder=tmp_path)
     assert again.codes == [75, 75] and not (tmp_path / "a" / "STOP").exists()
@@ -352,10 +350,10 @@ def _stopped_in_an_evaluation(words: list[str], number: int) -> None:
 
 
 def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
-    words = [recipe, "--task.held_out", "100", "--eval.micro", "1", "--eval.every", "15"]
+    words = [recipe, "--task.held_out", "40", "--eval.micro", "1", "--eval.every", "15"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
     expected = metrics(tmp_path / "alone")
-    for number in (40, 90):  # of 100 forwards with the weights, after those of the preflight check
+    for number in (20, 36):  # of 40 forwards with the weights, after those of the preflight check
         given = [*words, "--run.dir", "a"]
         world = run(_stopped_in_an_evaluation, given, number, folder=tmp_path)
         assert world.codes == [75], world.output
@@ -366,10 +364,10 @@ def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
     assert metrics(tmp_path / "a") == expected
 
 
-def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
+def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe, finished):
     world = run(
         _on_a_small_disk,
-        [recipe, "--run.dir", "a", "--save.max_failures", "2"],
+        [recipe, "--run.dir", "a", "--save.max_failures", "2", "--save.every", "1"],
         100,
         folder=tmp_path,
     )
@@ -382,8 +380,7 @@ def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
     # earlier checkpoints stayed intact
     assert sealed and all(problems(path) == [] for path in sealed)
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
-    run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
-    same(tmp_path / "alone", tmp_path / "a")
+    same(finished, tmp_path / "a")
 
 
 def _on_a_small_disk(words: list[str], least: int) -> None:
@@ -424,10 +421,11 @@ def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path, recipe):
         hurt = tmp_path / f"hurt{number}"
         shutil.copytree(tmp_path / "cut", hurt)
         (hurt / file).write_bytes(pickle.dumps(Bomb()))
-        world = run(train, [recipe, "--run.dir", str(hurt), "--save.keep", "1"], folder=tmp_path)
-        assert not (tmp_path / "boom").exists(), file
-        assert "Traceback" not in world.output, world.output
-        assert world.codes == ([2] if "checkpoints" in file.parts else [0]), (file, world.output)
+    commands = [[recipe, "--run.dir", f"hurt{n}", "--save.keep", "1"] for n in range(len(files))]
+    for file, ended in zip(files, in_turn(tmp_path, *commands), strict=True):
+        assert "Traceback" not in ended.output, ended.output
+        assert ended.code == (2 if "checkpoints" in file.parts else 0), (file, ended.output)
+        assert tmp_path / "boom" not in ended.changed, file
 
 
 def audited(words: list[str]) -> None:
@@ -441,6 +439,7 @@ def audited(words: list[str]) -> None:
 
 def test_nothing_is_unpickled_in_save_and_resume(tmp_path, recipe):
     words = [recipe, "--run.dir", "a", "--save.sync", "true", "--machine.workers", "0"]
+    words += ["--save.every", "10"]
     first = run(audited, words, folder=tmp_path)
     first.ok()
     back_to(tmp_path / "a", 20)

@@ -68,7 +68,7 @@ def test_every_place_gets_every_sample_equally_often(size):
 def test_the_samples_of_a_step_are_the_same_for_1_2_4_and_4096_ranks():
     order = Order(1_000_003, seed=1)
     size = 8192
-    for start in (0, 999_000, 123 * size):
+    for start in (999_000, 123 * size):  # across the end of an epoch, and inside one
         expected = sorted(order[start : start + size][1].tolist())
         for ranks in (1, 2, 4, 4096):
             share = BatchLayout(size, ranks).each
@@ -117,8 +117,8 @@ def test_a_stored_order_repeats_the_samples_as_they_are():
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [
-        pytest.param(1, "single", marks=pytest.mark.slow),
-        (2, "ddp"),
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],
 )

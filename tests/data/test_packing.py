@@ -227,7 +227,7 @@ def test_padding_shrinks_and_short_and_long_steps_are_mixed(size):
 
 
 def test_of_equal_lengths_every_place_gets_every_sample_equally_often():
-    size, epochs = 12, 1500
+    size, epochs = 12, 600
     chunk = Bucketed([5] * size, seed=0, batch=5)[0 : epochs * size][1].reshape(epochs, size)
     mean = epochs / size
     table = np.array([np.bincount(chunk[:, place], minlength=size) for place in range(size)])
@@ -237,7 +237,7 @@ def test_of_equal_lengths_every_place_gets_every_sample_equally_often():
 
 def test_an_epoch_begins_and_ends_with_short_and_with_long_samples():
     # Also if it does so within a step, with a smaller share.
-    size, epochs, batch = 12, 1500, 5
+    size, epochs, batch = 12, 600, 5
     chunk = Bucketed([*range(size)], seed=0, batch=batch)[0 : epochs * size][1].reshape(
         epochs, size
     )

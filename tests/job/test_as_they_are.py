@@ -224,7 +224,7 @@ class Measured(Ragged):
     [
         pytest.param(1, "single", 8, marks=pytest.mark.slow),
         (1, "single", 2),
-        (2, "ddp", 2),
+        pytest.param(2, "ddp", 2, marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", 4, marks=pytest.mark.slow),
     ],
 )
@@ -389,10 +389,10 @@ def test_a_rehearsal_that_puts_nothing_back_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("task", "ranks", "config"),
     [
-        pytest.param("norm", 1, "single", marks=pytest.mark.slow),
-        ("norm", 2, "ddp"),
+        ("norm", 1, "single"),
+        pytest.param("norm", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("norm", 2, "fsdp2", marks=pytest.mark.slow),
-        ("digits", 1, "single"),
+        pytest.param("digits", 1, "single", marks=pytest.mark.slow),
         pytest.param("digits", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("digits", 2, "fsdp2", marks=pytest.mark.slow),
     ],
@@ -603,14 +603,9 @@ def test_help_shows_the_docstring_of_a_class(tmp_path):
         model = train_set = eval_sets = collate = weight = loss = lambda *_: None
     """
     (tmp_path / "my_task.py").write_text(code)
-    ended = subprocess.run(
-        [sys.executable, "-m", "oneloop.train", "digits", "--task", "my_task.Sines", "--help"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    shown = " ".join(ended.stdout.split())
+    ended = run(here, ["digits", "--task", "my_task.Sines", "--help"], folder=tmp_path)
+    ended.ok()
+    shown = " ".join(ended.output.split())
     assert (
         "--task.samples INT training points." in shown
         and "--task.width INT of the network." in shown

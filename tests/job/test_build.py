@@ -41,7 +41,7 @@ def test_a_resumed_run_logs_at_the_same_steps(tmp_path):
     for folder in folders:
         folder.mkdir()
         (folder / "f.yaml").write_text(RECIPE)
-    words = ["--log.every", "auto", "--duration", "100"]
+    words = ["--log.every", "auto", "--duration", "100", "--save.every", "50"]
     faulty(folders[0], *words).ok()
     stopped = faulty(folders[1], *words, "--stop.after", "0s")
     assert stopped.codes == [75], stopped.output

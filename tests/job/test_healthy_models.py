@@ -24,17 +24,17 @@ pytestmark = pytest.mark.covers(
 LAYOUTS = tuple(product(("single", "ddp", "fsdp2"), (False, True)))
 """configurations (one process, or two), and whether ``batch.grain`` is set"""
 QUICK = [("Bert", "single", True), ("TimmVit", "ddp", False)]
-STEPS = 50
-COMMON = (
-    f"--duration {STEPS} --batch.size 8 --optimizer.name adamw --optimizer.lr 0.001 "
-    "--log.every 1 --log.noise_scale false --eval.every 5 --machine.check_every 5 "
-    "--save.every 0 --track none"
-).split()
+STEPS, FEW = 50, 20
+"""steps of the slow cases, and of the others"""
+COMMON = ["--batch.size", "8", "--optimizer.name", "adamw", "--optimizer.lr", "0.001"]
+COMMON += ["--log.every", "1", "--log.noise_scale", "false", "--eval.every", "5"]
+COMMON += ["--machine.check_every", "5", "--save.every", "0", "--track", "none"]
+SIZES = r"batch 8 = \d ranks? x \d micro-batch(es)? x \d; "
 USUAL = (
     r"--- rank \d",
     # the model, the batch, the optimizer, the data
     r"recipe: [\d,]+ parameters, 40 samples, (one process|DDP|FSDP2) on cpu, no mixed precision",
-    r"batch 8 = \d ranks? x \d micro-batch(es)? x \d; 50 steps \(50, 400 samples\)",
+    SIZES + r"(20 steps \(20, 160|50 steps \(50, 400) samples\)",
     r"adamw, learning rate 0.001 at most; schedule constant",
     r"evaluation data: validation 8 samples \(eval/…\)",
     # what is exchanged and compared
@@ -48,7 +48,7 @@ USUAL = (
     r"rank \d on .* slows down all ranks: .*",
     r"\d+ % of the time .*",
     # metrics and results
-    r"step \d+(/50)?  .*",
+    r"step \d+(/50|/20)?  .*",
     r"[ \w/().,]*[┃━╇│─┼].*",
     r"eval/loss was best at step \d+: .*",
     r"done; results in .*",
@@ -75,7 +75,9 @@ def findings(output: str, *known: str) -> list[str]:
 def trained(name: str, config: str, folder: Path, *, grain: bool, more: tuple[str, ...] = ()):
     """Train a model on one process or two; return the exit codes and the output."""
     (folder / "recipe.yaml").write_text(f"task: healthy_models.{name}\n")
-    words = [str(folder / "recipe.yaml"), *COMMON, *HEALTHY[name].words, *more]
+    quick = (name, config, grain) in QUICK
+    words = [str(folder / "recipe.yaml"), *COMMON, "--duration", str(FEW if quick else STEPS)]
+    words += [*HEALTHY[name].words, *more]
     words += ["--run.dir", str(folder / "run")]
     words += ["--batch.grain", "2"] if grain else ["--batch.micro", "2"]
     if config != "single":

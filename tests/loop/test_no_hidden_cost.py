@@ -20,21 +20,41 @@ pytestmark = pytest.mark.covers(
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::masked_select")
 
 
+FIRST, STEPS = 3, 3
+"""the first step whose events are counted (DDP orders its buckets in the second), and their
+number; none of them logs"""
+
+
 def counted(argv: list[str]) -> dict[str, int]:
-    """Return the device reads and collectives of a whole run, counted by the profiler."""
+    """Return the device reads and collectives of STEPS steps of a run, counted by the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     from oneloop import train
+    from oneloop.measure.profiling import Profiling
 
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        code = 0
-        try:
-            original, train.Run.end = train.Run.end, lambda self, code: None
-            train.main(argv)
-        except SystemExit as end:
-            code = end.code
-        train.Run.end = original
+    # The loop calls this function at the start of each step: what it counts is one step and the
+    # preparation of the next, as many times as there are steps.
+    profiled = profile(activities=[ProfilerActivity.CPU])
+    begun, ended = [], []
+
+    def step(self, number: int) -> None:
+        if number == FIRST:
+            begun.append(number)
+            profiled.start()
+        if number == FIRST + STEPS:
+            profiled.stop()
+            ended.append(number)
+
+    code = 0
+    try:
+        original, train.Run.end = train.Run.end, lambda self, code: None
+        Profiling.step = step
+        train.main(argv)
+    except SystemExit as end:
+        code = end.code
+    train.Run.end = original
     assert not code
+    assert begun == [FIRST] and ended == [FIRST + STEPS]
     return Counter(
         event.name
         for event in profiled.events()
@@ -53,40 +73,31 @@ def _inside_kernel(event) -> bool:
 EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.nonfinite", "skip")
 """features that must cost no read and no collective either"""
 
-STEPS = 3
-"""steps without a log whose events are counted"""
-
 
 def per_step(
-    tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS
+    folder, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS
 ) -> Counter[str]:
-    """Return the events of STEPS more steps without a log: a longer run minus a shorter one."""
-    counts = []
-    for steps in (STEPS, 2 * STEPS):
-        folder = tmp_path / str(steps)
-        folder.mkdir(parents=True)
-        argv = [
-            *words(
-                folder,
-                ranks=ranks,
-                accumulate=accumulate,
-                steps=steps,
-                dtype="float32",
-                optimizer=optimizer,
-            ),
-            "--log.every",
-            "1000",
-            "--schedule.warmup",
-            "0",
-            # By default, a run saves ten times, if it has ten steps.
-            "--save.every",
-            "0",
-            *more,
-        ]
-        counts.append(Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0]))
-    return Counter(
-        {name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])}
-    )
+    """Return the events of STEPS steps without a log, in the middle of a run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [
+        *words(
+            folder,
+            ranks=ranks,
+            accumulate=accumulate,
+            steps=FIRST + STEPS + 1,
+            dtype="float32",
+            optimizer=optimizer,
+        ),
+        "--log.every",
+        "1000",
+        "--schedule.warmup",
+        "0",
+        # By default, a run saves ten times, if it has ten steps.
+        "--save.every",
+        "0",
+        *more,
+    ]
+    return Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0])
 
 
 def test_the_count_sees_a_read_and_a_collective(tmp_path):

@@ -77,10 +77,10 @@ def test_with_the_grain_late_state_ends_the_run_and_a_checkpoint_is_named(tmp_pa
     ],
 )
 def test_repeats_change_no_bit(tmp_path, task, config):
-    weights = []
+    weights, shorter = [], ["--duration", "8", "--save.every", "0"]
     for every in ("4", "0"):
         world, folder = trained(
-            tmp_path / every, task, "--machine.check_every", every, config=config
+            tmp_path / every, task, *shorter, "--machine.check_every", every, config=config
         )
         world.ok()
         assert ("machine.check_every 0" in world.output) == (every == "0")

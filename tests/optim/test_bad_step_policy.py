@@ -14,6 +14,7 @@ from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
 from oneloop.optim.bad_step_guard import Guard, Window
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
+from slow_cases import with_slow
 from worlds import run, timeless, train
 
 pytestmark = pytest.mark.covers(
@@ -261,6 +262,7 @@ def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops
     next step."""
     bad = int(Order(37, seed=0)[(stops[0] - 1) * BATCH : stops[0] * BATCH][1][0])
     words = [recipe, "--guard.nonfinite", policy, "--task.spoiled", str(bad), "--save.every", "2"]
+    words += ["--duration", "10"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
     world = run(StoppedAt(*stops), [*words, "--run.dir", "a"], folder=tmp_path)
     ended = json.loads((tmp_path / "a" / "summary.json").read_text())
@@ -324,8 +326,8 @@ def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
-        pytest.param(1, "single", marks=pytest.mark.slow),
-        (2, "ddp"),
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],
 )
@@ -381,7 +383,7 @@ def _with_a_scaler(words: list[str]) -> None:
     train(words)
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("policy", with_slow(["stop", "skip", "rewind"], ["stop", "rewind"]))
 def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
     step = Order(37, seed=0)[0:37][1].tolist().index(5) + 1
     words = [
@@ -402,7 +404,7 @@ def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
     )
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("policy", with_slow(["stop", "skip", "rewind"], ["stop", "skip"]))
 def test_the_profiler_is_reported_the_steps_own_number(tmp_path, recipe, policy):
     words = [recipe, "--guard.nonfinite", policy, "--duration", "12", "--save.every", "5"]
     assert run(_numbers, words, folder=tmp_path).ok() == [list(range(1, 13))]

@@ -15,7 +15,7 @@ from oneloop.checkpoint.store import Store
 from oneloop.ema import EMA, Decay, gamma, post_hoc
 from oneloop.optim import optimizers
 from oneloop.optim.optimizers import build
-from worlds import run, train
+from worlds import back_to, each_forked, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
@@ -236,7 +236,11 @@ def test_the_same_bits_under_every_strategy_and_nothing_sent():
 
 @pytest.mark.parametrize(
     ("ranks", "config"),
-    [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")],
+    [
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
     from oneloop.cli import main
@@ -362,7 +366,8 @@ def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
     (tmp_path / "r.yaml").write_text(
         RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}")
     )
-    run(train, ["r.yaml", "--duration", "60", "--run.dir", "a"], folder=tmp_path).ok()
+    words = ["r.yaml", "--duration", "60", "--save.every", "5", "--eval.every", "0"]
+    run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
     # The mix for width 0.085 must be less than half as far from the stored 0.1 average as the raw
     # weights are.
     for path in Store(tmp_path / "a" / "checkpoints").sealed():
@@ -586,8 +591,8 @@ def in_checkpoint(folder, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
-        pytest.param(1, "single", marks=pytest.mark.slow),
-        (2, "ddp"),
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],
 )
@@ -671,12 +676,18 @@ def test_an_older_run_with_the_former_ramp_resumes(tmp_path):
     import yaml
 
     (tmp_path / "r.yaml").write_text(RECIPE)
-    for name, words in (("a", []), ("b", ["--ema.half_life", "0", "--ema.decay", "0.9"])):
-        words = ["r.yaml", *words, "--run.dir", name, "--eval.every", "0"]
-        run(train, words, folder=tmp_path).ok()
-        shutil.rmtree(tmp_path / name / "checkpoints/step-00000024")
-        shutil.rmtree(tmp_path / name / "final")
-        (tmp_path / name / "summary.json").unlink()
+    decay = ["--ema.half_life", "0", "--ema.decay", "0.9"]
+    common = ["--eval.every", "0", "--duration", "6"]
+    begun = {
+        "a": ["r.yaml", "--run.dir", "a", *common],
+        "b": ["r.yaml", *decay, "--run.dir", "b", *common],
+    }
+    (found,) = run(each_forked, [(tmp_path, words) for words in begun.values()]).ok()
+    assert [ended.code for ended in found] == [0, 0], found
+
+    # Make them runs of an older version, that were killed.
+    for name in begun:
+        back_to(tmp_path / name, 3)
         path = tmp_path / name / "recipe.yaml"
         old = yaml.safe_load(path.read_text())
         old["ema"] = {key: old["ema"][key] for key in ("half_life", "decay", "power", "every")}
@@ -684,11 +695,16 @@ def test_an_older_run_with_the_former_ramp_resumes(tmp_path):
         for key in ("warmup_start", "warmup_offset", "length"):
             del old["schedule"][key]
         path.write_text(yaml.safe_dump(old))
-        world = run(train, words, folder=tmp_path)
-        assert world.codes == [0] and "resuming from" in world.output, world.output
-        # The run's own file can start a run, too.
+
+    # They resume, and the run's own file can start a run, too.
+    commands = [*begun.values()]
+    for name in begun:
         again = ["--run.dir", f"{name}2", "--duration", "2", "--eval.every", "0"]
-        assert run(train, [f"{name}/recipe.yaml", *again], folder=tmp_path).codes == [0]
-    rejected = ["r.yaml", "--ema.half_life", "0", "--ema.decay", "0.9", "--ema.ramp", "0.05"]
-    world = run(train, [*rejected, "--run.dir", "c"], folder=tmp_path)
-    assert world.codes == [2] and "ema.ramp 0.05 has no effect with ema.half_life 0" in world.output
+        commands.append([f"{name}/recipe.yaml", *again])
+    commands.append(["r.yaml", *decay, "--ema.ramp", "0.05", "--run.dir", "c"])
+    (found,) = run(each_forked, [(tmp_path, words) for words in commands]).ok()
+    *good, rejected = found
+    assert [ended.code for ended in good] == [0] * 4, good
+    assert all("resuming from" in ended.output for ended in good[:2]), good
+    assert rejected.code == 2
+    assert "ema.ramp 0.05 has no effect with ema.half_life 0" in rejected.output

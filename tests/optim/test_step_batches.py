@@ -12,6 +12,7 @@ from torch import nn
 from oneloop.machine.blocks import blocks
 from oneloop.optim.parameter_groups import chosen, freeze, layer_decay, matches
 from reference import sequence_loss
+from slow_cases import with_slow
 from splits import LR, trained
 from tiny import Normed, Ragged, Sequences
 from worlds import run, train
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.training_keys",
 )
 
-SPLITS = [("single", 1, 2), pytest.param("ddp", 2, 1, marks=pytest.mark.slow), ("fsdp2", 2, 2)]
+LAYOUTS = [("single", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]
+SPLITS = with_slow(LAYOUTS, LAYOUTS[1:])
 GROUPS = {
     "embedding": {"freeze": True},
     "head": {"lr_factor": 0.25},
@@ -199,7 +201,7 @@ def test_a_frozen_module_is_in_eval_mode_and_its_statistics_stay():
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)],
+    with_slow([("single", 1), ("ddp", 2), ("fsdp2", 2)], [("ddp", 2), ("fsdp2", 2)]),
 )
 def test_frozen_layers_keep_their_bits_through_training_and_evaluation(tmp_path, strategy, ranks):
     from oneloop.basics.seeds import key

@@ -202,7 +202,11 @@ def test_one_interpreter(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_weights_are_those_of_the_command_line(tmp_path, config, ranks):
     words = ["digits", "--duration", "6", "--batch.size", "32", "--track", "none"]
@@ -253,7 +257,7 @@ def _beside_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)]
+    ("config", "ranks"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)]
 )
 def test_an_accelerator_of_ones_own_stays_as_it_was(tmp_path, config, ranks):
     run(_beside_another, ranks=ranks, config=config, folder=tmp_path).ok()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems, step_of
 from splits import distance
-from worlds import CONFIGS, run, train
+from worlds import CONFIGS, each_forked, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
@@ -53,10 +54,18 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_lands_on_disk(tmp_path, recipe):
-    world = run(train, [recipe, "--track", "tensorboard"], folder=tmp_path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, str]:
+    """Return the folder of a finished run of the recipe, and its output; tests copy the folder."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tiny_run.yaml").write_text(RECIPE)
+    world = run(train, ["tiny_run.yaml", "--track", "tensorboard"], folder=folder)
     world.ok()
-    folder = tmp_path / "runs" / "tiny_run"  # runs/<recipe>
+    return folder / "runs" / "tiny_run", world.output  # runs/<recipe>
+
+
+def test_what_lands_on_disk(finished):
+    folder, output = finished
     names = {path.name for path in folder.iterdir()}
     assert {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "final"} <= names
     assert list(folder.rglob("events.out.tfevents*"))
@@ -81,8 +90,8 @@ def test_what_lands_on_disk(tmp_path, recipe):
         line["eval/loss"] for line in lines(folder) if "eval/loss" in line
     )
     assert [line["step"] for line in lines(folder) if "train/loss" in line] == [10, 20, 30]
-    assert "batch 8 = 1 ranks x 1 micro-batches x 8; 30 steps" in world.output
-    assert "step 30/30" in world.output
+    assert "batch 8 = 1 ranks x 1 micro-batches x 8; 30 steps" in output
+    assert "step 30/30" in output
 
 
 def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
@@ -93,24 +102,31 @@ def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_finished_run_reports_it_and_another_recipe_is_rejected(tmp_path, recipe):
-    run(train, [recipe], folder=tmp_path).ok()
-    again = run(train, [recipe, "--batch.micro", "4", "--log.every", "5"], folder=tmp_path)
-    assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
-    other = run(train, [recipe, "--optimizer.lr", "0.5"], folder=tmp_path)
-    assert other.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in other.output
+def test_a_finished_run_reports_it_and_another_recipe_is_rejected(tmp_path, recipe, finished):
+    shutil.copytree(finished[0], tmp_path / "runs" / "tiny_run")
+    commands = [
+        (tmp_path, [recipe, "--batch.micro", "4", "--log.every", "5"]),
+        (tmp_path, [recipe, "--optimizer.lr", "0.5"]),
+    ]
+    ((again, other),) = run(each_forked, commands).ok()
+    assert again.code == 0 and "finished at step 30: nothing to do" in again.output
+    assert other.code == 2 and "optimizer.lr: 0.001 -> 0.5" in other.output
 
 
-def test_init_from_takes_the_weights_of_another_run(tmp_path, recipe):
-    run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
-    frozen = ["--optimizer.lr", "0", "--duration", "2", "--run.dir", "b"]
-    run(train, [recipe, "--init.from", "a", *frozen], folder=tmp_path).ok()
-    first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    wrong = run(
-        train, [recipe, "--init.from", "a", "--task.width", "16", "--run.dir", "c"], folder=tmp_path
+def test_init_from_takes_the_weights_of_another_run(tmp_path, recipe, finished):
+    words = [recipe, "--init.from", str(finished[0])]
+    commands = [
+        (tmp_path, [*words, "--optimizer.lr", "0", "--duration", "2", "--run.dir", "b"]),
+        (tmp_path, [*words, "--task.width", "16", "--run.dir", "c"]),
+    ]
+    ((taken, wrong),) = run(each_forked, commands).ok()
+    assert taken.code == 0, taken.output
+    first, second = (
+        load_file(folder / "final" / "model.safetensors")
+        for folder in (finished[0], tmp_path / "b")
     )
-    assert wrong.codes == [2] and "other shape" in wrong.output and not (tmp_path / "c").exists()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert wrong.code == 2 and "other shape" in wrong.output and not (tmp_path / "c").exists()
 
 
 def test_overfit_trains_on_those_samples_only(tmp_path, recipe):
@@ -134,7 +150,7 @@ def test_dry_run_makes_one_step_and_one_evaluation(tmp_path, recipe):
     [
         ("adamw", 1, "single"),
         pytest.param("adamw", 2, "ddp", marks=pytest.mark.slow),
-        ("adamw", 2, "fsdp2"),
+        pytest.param("adamw", 2, "fsdp2", marks=pytest.mark.slow),
         pytest.param("torch.optim.RMSprop", 1, "single", marks=pytest.mark.slow),
         pytest.param("torch.optim.RMSprop", 2, "ddp", marks=pytest.mark.slow),
         pytest.param("torch.optim.RMSprop", 2, "fsdp2", marks=pytest.mark.slow),

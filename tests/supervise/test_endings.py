@@ -107,9 +107,9 @@ def test_a_death_is_named_and_all_go(
         "--task.rank",
         str(rank),
         "--task.at",
-        "170",
+        "170" if where == "sample" else "45",  # a step has several samples
     ]
-    words += ["--task.once", str(folder / "once")]
+    words += ["--task.once", str(folder / "once"), "--duration", "60"]
     world = faulty(folder, *words, config=config, ranks=ranks)
     assert world.codes == [1] * ranks, world.output
     ended = summary(folder)
@@ -274,9 +274,10 @@ def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repe
         "--task.rank",
         str(rank),
         "--task.at",
-        "170",
+        "45",
     ]
     words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
+    words += ["--duration", "60"]
     world = faulty(
         folder, *words, config=config, ranks=ranks, variables={"TORCH_FR_BUFFER_SIZE": "200"}
     )
@@ -351,9 +352,11 @@ def test_slow_steps_are_no_hang(folder):
         "--task.rank",
         "1",
         "--task.at",
-        "100",
+        "25",
         "--task.once",
         str(folder / "once"),
+        "--duration",
+        "40",
     ]
     world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
     world.ok()
@@ -466,7 +469,7 @@ def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
     assert ended["exit_code"] == 75 and "stopped" in ended["exit_reason"], ended
 
 
-@pytest.mark.parametrize("after", [0.1, 0.7, 2.0])
+@pytest.mark.parametrize("after", [0.1, 0.7, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
     """``after`` is in seconds of CPU time, so that a busy machine has no effect."""
     process = _started(folder)

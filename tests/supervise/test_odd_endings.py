@@ -58,9 +58,8 @@ def until(true, seconds: float = 120.0) -> None:
     ],
 )
 def test_whatever_is_raised_is_named(folder, fault, expected_text):
-    world = faulty(
-        folder, "--task.fault", fault, "--task.rank", "1", "--task.at", "100", config="ddp", ranks=2
-    )
+    words = ["--task.fault", fault, "--task.rank", "1", "--task.at", "15", "--duration", "40"]
+    world = faulty(folder, *words, config="ddp", ranks=2)
     assert world.codes == [1, 1]
     assert summary(folder)["exit_reason"] == f"error: rank 1: {expected_text}", world.output
 
