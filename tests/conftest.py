@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import world_server
 from changed_files import changed_since, selected
 from suite_costs import Costs, Recorder, longest_first
 
@@ -60,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for folder in ("src", "tests"):
         compileall.compile_dir(config.rootpath / folder, quiet=2)
     config.pluginmanager.register(Costs(config))
+    world_server.new_folder()
     base = config.getoption("--changed")
     if base is not None:
         files = selected(changed_since(base))

@@ -28,7 +28,8 @@ import torch
 
 import forked_writer
 from oneloop.checkpoint import writing_process
-from suite_costs import STARTED
+from suite_costs import SPENT, STARTED
+from world_server import Forked
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -43,9 +44,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 # Each worker of the suite has its own ports, and takes them in turn.
 FIRST_PORT, PORTS_PER_WORKER, PORTS_OF_WORKERS = 12_000, 600, 32
 _ports = itertools.count(os.getpid())
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["warm"])
 
 
 @dataclass
@@ -118,18 +116,14 @@ def run(
                     "MASTER_PORT": str(port),
                     "OMP_NUM_THREADS": "1",
                 }
-            process = _context.Process(
-                target=_child,
-                args=(function, args, mine, scratch, rank, ranks, str(folder or ""), watch, forks),
-            )
-            process.start()
-            processes.append(process)
+            shown = (function, args, mine, scratch, rank, ranks, str(folder or ""), watch, forks)
+            processes.append(Forked(_child, shown))
         for process in processes:
             process.join(timeout)
-        late = [process for process in processes if process.is_alive()]
+        late = [process for process in processes if process.exitcode is None]
         for process in late:
             process.kill()
-            process.join()
+        SPENT["worlds"] += sum(process.cpu_seconds for process in processes)
         output = "".join(
             f"--- rank {rank}\n{Path(scratch, f'{rank}.txt').read_text()}"
             for rank in range(ranks)

@@ -7,13 +7,11 @@ import json
 import math
 import os
 import time
-from multiprocessing import forkserver
 
 import pytest
 import torch
 from torch import nn
 
-import worlds
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.recipe.parse import read
@@ -30,13 +28,6 @@ pytestmark = pytest.mark.covers(
 )
 
 SHORT = ["--rounds", "1", "--seconds", "0.01"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def server():
-    """The tests' own server of processes, started before any other server."""
-    assert worlds.ROOT.exists()
-    forkserver.ensure_running()
 
 
 class Fails(ImageClassification):
