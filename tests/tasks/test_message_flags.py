@@ -31,9 +31,15 @@ BAD = "bad answer<|im_end|>"
 GOOD = "good answer<|im_end|>"
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The folder of a cache for all tests of this file, which is empty at first."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+def own_cache(cache, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(cache))
 
 
 def written(folder: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Path:
