@@ -229,7 +229,7 @@ def test_another_precision_is_another_store(first, tmp_path):
     assert len(set(listed(tmp_path / "log"))) == 2300
 
 
-@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["single", "fsdp2"]))
+@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["ddp", "fsdp2"]))
 def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     given = words(tmp_path / "store", "--task.teacher", "5")
     trained(tmp_path, given, layout).ok()
@@ -248,7 +248,7 @@ def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     assert not [*(tmp_path / "log").iterdir()]
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@pytest.mark.parametrize("layout", with_slow(["single", "fsdp2"], ["fsdp2"]))
 def test_evaluation_of_other_data_makes_its_own_pass(first, tmp_path, layout):
     """The reference is rebuilt from the initial weights; the trained ones are evaluated."""
     shutil.copytree(first / "run", tmp_path / "run")

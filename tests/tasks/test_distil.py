@@ -233,6 +233,7 @@ def test_the_divergence_is_that_of_trl(base, kind):
 # --- one pass, and every layout
 
 
+@pytest.mark.slow
 def test_the_teacher_is_computed_once_and_a_resume_continues_on_another_layout(
     base, first, tmp_path
 ):
