@@ -65,8 +65,9 @@ def move(folder: Path) -> Path:
 KINDS = ["parquet", "jsonl", "arrow", "pictures", "language"]
 CHANGES = [touch, copy, move]
 MOVES = [(change, kind) for change in CHANGES for kind in KINDS]
-# By default each change, with one kind of file. (A finished run is moved below.)
-QUICK = [(touch, "pictures"), (copy, "language")]
+# By default one of them. Below, a finished run is moved, and the checksum of a file is compared
+# after a touch.
+QUICK = [(copy, "language")]
 
 
 @pytest.mark.parametrize(

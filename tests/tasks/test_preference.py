@@ -517,6 +517,7 @@ def test_fresh_adapters_share_a_store_and_trained_ones_do_not(base, tmp_path, la
 # --- other data
 
 
+@pytest.mark.slow
 def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
     shutil.copytree(first / "run", tmp_path / "run")
     (tmp_path / "log").mkdir()

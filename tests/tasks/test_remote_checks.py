@@ -400,7 +400,7 @@ def plain(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
 @pytest.mark.parametrize(
     ("config", "ranks", "workers"),
     [
-        ("single", 1, 2),
+        pytest.param("single", 1, 2, marks=pytest.mark.slow),
         ("ddp", 2, 0),
         pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
     ],

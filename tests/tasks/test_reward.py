@@ -253,6 +253,7 @@ def test_a_long_answer_to_predict_is_cut_with_a_warning(single):
     assert "1 answers are longer than 48 tokens with their prompts" in world.output
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_evaluation_of_the_run(single):
     """On two processes, while the run was on one."""
     last = metrics(single, "eval/")[-1]
