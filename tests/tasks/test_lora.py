@@ -84,7 +84,7 @@ def peft_alone(tmp_path_factory) -> Path:
     model.save_pretrained(folder / "start")
     task = SFT(data, model=str(folder / "start"), length=96, pack="padded")
     samples = task.train_set()
-    order = order_of(samples, seed=0, batch=4)
+    order = order_of(samples, seed=0, batch=8)
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad],
         lr=0.01,
@@ -92,7 +92,7 @@ def peft_alone(tmp_path_factory) -> Path:
         betas=(0.9, 0.95),
     )
     for step in range(40):
-        each = [losses(model, samples[int(index)]) for index in order[step * 4 : step * 4 + 4][1]]
+        each = [losses(model, samples[int(index)]) for index in order[step * 8 : step * 8 + 8][1]]
         (sum(one.sum() for one in each) / sum(len(one) for one in each)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -118,8 +118,6 @@ def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks
         data,
         "--task.model",
         str(peft_alone / "start"),
-        "--batch.size",
-        "4",
         "--duration",
         "40",
         "--optimizer.weight_decay",
