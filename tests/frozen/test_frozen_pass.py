@@ -131,7 +131,7 @@ def test_another_layout_computes_nothing_and_trains_the_same(first, tmp_path, la
     assert np.allclose(found, losses(first / "run"), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", with_slow(["ddp", "fsdp2"], ["fsdp2"]))
 def test_the_outputs_are_the_same_on_several_processes(first, tmp_path, layout):
     """Bit-identical under DDP; FSDP2 repeats forwards, and writes each document once."""
     trained(tmp_path, words(tmp_path / "store"), layout).ok()
@@ -162,8 +162,7 @@ def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
     "kind",
     [
         "bit",
-        "length",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("missing", "swapped")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("length", "missing", "swapped")),
     ],
 )
 def test_damage_is_found_and_computed_again(first, tmp_path, kind):
@@ -229,7 +228,7 @@ def test_another_precision_is_another_store(first, tmp_path):
     assert len(set(listed(tmp_path / "log"))) == 2300
 
 
-@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["single", "fsdp2"]))
+@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["ddp", "fsdp2"]))
 def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     given = words(tmp_path / "store", "--task.teacher", "5")
     trained(tmp_path, given, layout).ok()
@@ -248,7 +247,7 @@ def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     assert not [*(tmp_path / "log").iterdir()]
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+@pytest.mark.parametrize("layout", with_slow(["single", "fsdp2"], ["fsdp2"]))
 def test_evaluation_of_other_data_makes_its_own_pass(first, tmp_path, layout):
     """The reference is rebuilt from the initial weights; the trained ones are evaluated."""
     shutil.copytree(first / "run", tmp_path / "run")

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import writers
-from worlds import after, run, train
+from planning import few_chats
+from worlds import after, each_message, run, train
 
 pytestmark = pytest.mark.covers("oneloop.task_protocol.generated", "oneloop.basics.generation")
 
@@ -92,6 +93,7 @@ def by_hand(folder: Path, task: writers.Writes) -> tuple[list[str], float]:
     return texts, float(metric.compute())
 
 
+SHORT = ["--eval.every", "4"]  # one evaluation, at the end
 LAYOUTS = [
     pytest.param("Copies", [(2, "ddp")], id="encoder-decoder"),
     pytest.param("Copies", [(2, "fsdp2"), (3, "ddp")], id="three", marks=pytest.mark.slow),
@@ -106,7 +108,7 @@ def test_texts_and_metrics_are_equal_on_every_layout(
     tmp_path: Path, task: str, layouts: list[tuple[int, str]]
 ) -> None:
     one = tmp_path / "one"
-    trained(one, task)
+    trained(one, task, *SHORT)
     texts, score = by_hand(one, getattr(writers, task)())
     assert texts_of(one) == dict(enumerate(texts))
     assert len(set(texts)) > 3 and len({len(text.split()) for text in texts}) > 2
@@ -116,14 +118,14 @@ def test_texts_and_metrics_are_equal_on_every_layout(
     # Five micro-batches on two or three ranks: the last one repeats the first, and does not count.
     for ranks, config in layouts:
         folder = tmp_path / f"{config}{ranks}"
-        trained(folder, task, ranks=ranks, config=config)
+        trained(folder, task, *SHORT, ranks=ranks, config=config)
         assert texts_of(folder) == texts_of(one), (ranks, config)
         for before, now in zip(evaluations(one), evaluations(folder), strict=True):
             assert now["eval/chrf"] == before["eval/chrf"], (ranks, config)
 
 
 def test_beams_and_a_rank_without_samples(tmp_path: Path) -> None:
-    more = ["--task.beams", "2", "--eval.generate", "3"]
+    more = [*SHORT, "--task.beams", "2", "--eval.generate", "3"]
     one = tmp_path / "one"
     trained(one, "Copies", *more)
     assert sorted(texts_of(one)) == [0, 4, 8]
@@ -135,7 +137,7 @@ def test_beams_and_a_rank_without_samples(tmp_path: Path) -> None:
 
 def test_only_the_first_ema_generates(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    emas = ["--ema.half_life", "[24 samples, 12 samples]", "--eval.best"]
+    emas = [*SHORT, "--ema.half_life", "[24 samples, 12 samples]", "--eval.best"]
     trained(folder, "Copies", *emas, "max:ema-24samples/eval/chrf")
     for line in evaluations(folder):
         assert ("eval/chrf" in line) == (line["weights"] == "ema-24samples"), line
@@ -162,13 +164,32 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any, str]]:
+    """Return the folder of the run, exit code and output of each wrong input.
+
+    One process runs all of them.
+    """
+    top = tmp_path_factory.mktemp("wrong")
+    common = ["--duration", "2", "--track", "none", "--eval.generate", "4"]
+    folders = [top / f"run-{number}" for number in range(len(WRONG))]
+    chats = few_chats(top)
+    several = []
+    for (recipe, more, _), folder in zip(WRONG, folders, strict=True):
+        data = chats if recipe == "sft" and "--task.length" not in more else []
+        several.append([recipe, *common, *data, "--run.dir", str(folder), *more])
+    (found,) = run(each_message, several, folder=top).ok()
+    return [(folder, *ended) for folder, ended in zip(folders, found, strict=True)]
+
+
 @pytest.mark.parametrize(("recipe", "more", "message"), WRONG)
-def test_wrong_inputs(tmp_path: Path, recipe: str, more: list[str], message: str) -> None:
-    common = ["--duration", "2", "--track", "none", "--run.dir", "run", "--eval.generate", "4"]
-    world = run(train, [recipe, *common, *more], folder=tmp_path)
-    assert world.codes == [2], world.output
-    assert message in world.output and "Traceback" not in world.output, world.output
-    assert not (tmp_path / "run").exists()
+def test_wrong_inputs(
+    messages: list[tuple[Path, Any, str]], recipe: str, more: list[str], message: str
+) -> None:
+    folder, code, output = messages[WRONG.index((recipe, more, message))]
+    assert code == 2, output
+    assert message in output and "Traceback" not in output, output
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize("config", ["single", pytest.param("fsdp2", marks=pytest.mark.slow)])
@@ -219,7 +240,8 @@ def test_a_mistake_in_an_evaluation_ends_all_ranks_and_is_named(
 
 
 def test_near_ties_of_all_batches_are_counted(tmp_path: Path) -> None:
-    run(train, words(tmp_path, "Careless"), ranks=2, config="ddp").ok()
+    each_step = ["--duration", "2", "--eval.every", "1"]
+    run(train, words(tmp_path, "Careless", *each_step), ranks=2, config="ddp").ok()
     assert [line["eval/near_ties"] for line in evaluations(tmp_path)] == [13.0, 13.0]
 
 

@@ -23,6 +23,7 @@ ROWS = np.random.default_rng(0).integers(1, 40, 90)  # rows of each group
 ROWS[7] = 0  # no row of this group was selected
 SIZES = 10 * ROWS + 5
 FIRSTS = np.cumsum([0, *ROWS])
+GROUP_OF = [group for group, rows in enumerate(ROWS) for _ in range(rows)]  # of each row
 
 
 def windows(batch: int) -> Windows:
@@ -48,11 +49,10 @@ def used_groups(order, layout, rank, start, step, offset) -> list[int]:
     groups = []
     for micro in range(layout.accumulate):
         begin = start + step * layout.size + layout.leaf(rank, micro) * layout.each
-        for position in range(begin, begin + layout.each):
-            _, index = order.at(np.array([position]))
-            row = int(index[0]) - offset
+        _, indices = order.at(np.arange(begin, begin + layout.each))
+        for row in (indices - offset).tolist():
             if 0 <= row < FIRSTS[-1]:
-                groups.append(max(np.flatnonzero(FIRSTS[:-1] <= row)))
+                groups.append(GROUP_OF[row])
     return groups
 
 

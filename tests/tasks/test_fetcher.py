@@ -33,7 +33,7 @@ pytestmark = pytest.mark.covers(
 )
 
 ROWS = 32  # of a group
-GROUPS = 200
+GROUPS = 100
 WINDOW = 1  # megabytes: two lanes of ten groups; the host keeps 40 groups
 BATCH = 16
 

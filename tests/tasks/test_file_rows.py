@@ -251,7 +251,7 @@ def test_a_rare_class_stays_in_train(tmp_path, monkeypatch):
     """Its only row would be drawn for validation or test; all other draws stay the same."""
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     kept = 0
-    for draw in range(40):
+    for draw in range(20):
         rows = [dict(row) for row in LABELLED]
         rows[7] = {"text": f"rare {draw}", "label": "rare"}
         file = write(tmp_path / f"{draw}.jsonl", lines(rows))
@@ -272,7 +272,7 @@ def test_a_rare_class_stays_in_train(tmp_path, monkeypatch):
             assert "1 rows stay in train" in source.notes[-1] and "rare (1)" in source.notes[-1]
         else:
             assert not source.notes
-    assert 2 <= kept <= 15
+    assert 1 <= kept <= 7
 
 
 def test_soft_labels_and_mixtures_keep_their_splits(tmp_path, monkeypatch):

@@ -322,6 +322,7 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
         "--run.dir",
         "run",
     ]
+    words += ["--log.every", "20", "--log.noise_scale", "false", "--save.every", "0"]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/accuracy"] > 0.8

@@ -112,7 +112,7 @@ FROZEN = {
 
 BOTH = [
     (name, *split)
-    if (name, split[0]) in {("transformers", "single"), ("timm", "single")}
+    if (name, split[0]) == ("transformers", "single")
     else pytest.param(name, *split, marks=pytest.mark.slow)
     for name in FROZEN
     for split in LAYOUTS

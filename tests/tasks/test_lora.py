@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from adapters import SPLITS, a_base, adapters_of, furthest, of_words
+from adapters import SPLITS, WORDS, a_base, adapters_of, furthest, of_words
 from oneloop.cli import main
 from oneloop.data.order import order_of
 from oneloop.tasks.sft import SFT
 from planning import few_chats
 from silent_cases import unfinished
 from slow_cases import with_slow
-from worlds import after
+from worlds import after, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.base_models",
@@ -402,17 +403,50 @@ def places(base, tmp_path_factory) -> dict[str, str]:
     return {name: str(place) for name, place in made.items()}
 
 
+def messages_of(
+    wrong: list[list[str]], base: Path, places: dict[str, str], top: Path
+) -> dict[str, tuple[Path, Any, str]]:
+    """Return the folder of the run, exit code and output of each wrong input, by its words.
+
+    One process runs all of them on the same data.
+    """
+    common = [*WORDS, *few_chats(top), "--task.model", str(base)]
+    folders = [top / f"run-{number}" for number in range(len(wrong))]
+    several = []
+    for words, folder in zip(wrong, folders, strict=True):
+        given = [places.get(word, word) for word in words]
+        several.append([*common, "--run.dir", str(folder), *given])
+    (found,) = run(each_message, several, folder=top).ok()
+    by_words = {}
+    for words, folder, (code, output) in zip(wrong, folders, found, strict=True):
+        by_words[" ".join(words)] = (folder, code, output)
+    return by_words
+
+
+@pytest.fixture(scope="module")
+def messages(base, places, tmp_path_factory) -> dict[str, tuple[Path, Any, str]]:
+    wrong = [words for words, _ in WRONG]
+    return messages_of(wrong, base, places, tmp_path_factory.mktemp("wrong"))
+
+
+@pytest.fixture(scope="module")
+def slow_messages(base, places, tmp_path_factory) -> dict[str, tuple[Path, Any, str]]:
+    wrong = [words for words, _ in SLOW_WRONG]
+    return messages_of(wrong, base, places, tmp_path_factory.mktemp("slow"))
+
+
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     with_slow([*WRONG, *SLOW_WRONG], SLOW_WRONG),
     ids=[" ".join(words) for words, _ in [*WRONG, *SLOW_WRONG]],
 )
-def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text):
-    given = [places.get(word, word) for word in words]
-    world = of_words(tmp_path, *few_chats(tmp_path), "--task.model", str(base), *given)
-    assert world.codes == [2], world.output
-    assert expected_text in world.output and "Traceback" not in world.output, world.output
-    assert not (tmp_path / "run").exists()
+def test_wrong_inputs_are_reported(request, words, expected_text):
+    slow = (words, expected_text) in SLOW_WRONG
+    messages = request.getfixturevalue("slow_messages" if slow else "messages")
+    folder, code, output = messages[" ".join(words)]
+    assert code == 2, output
+    assert expected_text in output and "Traceback" not in output, output
+    assert not folder.exists()
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.sft import SFT
 
@@ -34,6 +36,22 @@ GOOD = "good answer<|im_end|>"
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_tokenizer():
+    """Train the tokenizer of the models from scratch once; each task gets a copy of it."""
+    train = AnswerRows._new_tokenizer
+    trained = {}
+
+    def once(task: AnswerRows, vocab: int) -> Any:
+        if vocab not in trained:
+            trained[vocab] = train(task, vocab)
+        return copy.deepcopy(trained[vocab])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AnswerRows, "_new_tokenizer", once)
+        yield
 
 
 def written(folder: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Path:

@@ -210,13 +210,11 @@ def test_bad_data_is_reported(messages_of_data, name):
     assert not (folder / "run").exists()
 
 
-def test_a_picture_that_cannot_be_read_is_named(tmp_path):
-    images(tmp_path / "data", "folders", each=8)
-    for file in (tmp_path / "data").rglob("*.png"):  # the first file in any order
+def pictures_that_cannot_be_read(folder: Path) -> str:
+    images(folder, "folders", each=8)
+    for file in folder.rglob("*.png"):  # the first file in any order
         file.write_bytes(file.read_bytes()[:40])
-    world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
-    assert world.codes == [2] and ".png cannot be read as an image" in world.output, world.output
-    assert not (tmp_path / "run").exists()
+    return ".png cannot be read as an image"
 
 
 def pictures_of_one_class(folder: Path) -> str:
@@ -253,22 +251,48 @@ def parts_that_number_their_classes_differently(folder: Path) -> str:
     return "'label' numbers its classes ClassLabel(names=['gamma', 'beta', 'alpha']) in validation"
 
 
-@pytest.mark.parametrize(
-    "lay",
-    [
-        pictures_of_one_class,
-        pictures_that_no_row_tells_of,
-        rows_of_pictures_without_their_names,
-        parts_that_number_their_classes_differently,
-    ],
-)
-def test_pictures_without_classes_are_reported(tmp_path, lay):
-    expected_text = lay(tmp_path / "data")
-    world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
-    assert (
-        world.codes == [2] and expected_text in world.output and "Traceback" not in world.output
-    ), world.output
-    assert not (tmp_path / "run").exists()
+BAD_PICTURES = [
+    pictures_of_one_class,
+    pictures_that_no_row_tells_of,
+    rows_of_pictures_without_their_names,
+    parts_that_number_their_classes_differently,
+]
+
+
+@pytest.fixture(scope="module")
+def messages_of_pictures(tmp_path_factory) -> dict[Any, tuple[Path, str, Any, str]]:
+    """Return the folder, expected text, exit code and output of each kind of bad pictures.
+
+    One process runs all of them, each on files of its own.
+    """
+    top = tmp_path_factory.mktemp("pictures")
+    kinds = [*BAD_PICTURES, pictures_that_cannot_be_read]
+    several, expected = [], []
+    for lay in kinds:
+        folder = top / lay.__name__
+        folder.mkdir()
+        expected.append(lay(folder / "data"))
+        places = ["--task.data", str(folder / "data"), "--run.dir", str(folder / "run")]
+        several.append([*PICTURES, *places])
+    (found,) = run(each_message, several, folder=top).ok()
+    by_kind = {}
+    for lay, text, (code, output) in zip(kinds, expected, found, strict=True):
+        by_kind[lay] = (top / lay.__name__, text, code, output)
+    return by_kind
+
+
+def assert_reported(folder: Path, expected_text: str, code: Any, output: str) -> None:
+    assert code == 2 and expected_text in output and "Traceback" not in output, output
+    assert not (folder / "run").exists()
+
+
+def test_a_picture_that_cannot_be_read_is_named(messages_of_pictures):
+    assert_reported(*messages_of_pictures[pictures_that_cannot_be_read])
+
+
+@pytest.mark.parametrize("lay", BAD_PICTURES)
+def test_pictures_without_classes_are_reported(messages_of_pictures, lay):
+    assert_reported(*messages_of_pictures[lay])
 
 
 MIXED = {

@@ -93,6 +93,8 @@ EVERYWHERE = (
 )
 SLOW = (
     "text in parquet",
+    "text in json lines",
+    "text in arrow",
     "numbers in csv",
     "words in json lines",
     "pictures in parquet",

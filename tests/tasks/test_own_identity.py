@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from own_files import again, images, rows, started, write
 from silent_cases import unfinished
 from slow_cases import with_slow
-from worlds import ROOT, run, train
+from worlds import ROOT, each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.fingerprint",
@@ -64,8 +65,9 @@ def move(folder: Path) -> Path:
 KINDS = ["parquet", "jsonl", "arrow", "pictures", "language"]
 CHANGES = [touch, copy, move]
 MOVES = [(change, kind) for change in CHANGES for kind in KINDS]
-# By default each change, with one kind of file.
-QUICK = [(touch, "pictures"), (copy, "language"), (move, "arrow")]
+# By default one of them. Below, a finished run is moved, and the checksum of a file is compared
+# after a touch.
+QUICK = [(copy, "language")]
 
 
 @pytest.mark.parametrize(
@@ -110,34 +112,34 @@ def another_name(folder: Path) -> str:
     return "part-0.parquet was renamed to part-9.parquet"
 
 
+QUICK_NOT = [a_file_more, a_file_less, another_name]
 OTHER_DATA = [a_file_more, a_file_less, another_of_the_same_size, another_name]
 
 
-@pytest.mark.parametrize("change", with_slow(OTHER_DATA, [a_file_more, a_file_less]))
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.name != ".lock")
+
+
+def rejected_and_accepted(words: list[str]) -> tuple[tuple[Any, str], list[Path], tuple[Any, str]]:
+    """Run these words without and with run.accept_changes; between them, list the run's files."""
+    (rejected,) = each_message([words])
+    files = files_of(Path.cwd() / "run")
+    (accepted,) = each_message([[*words, "--run.accept_changes", "true"]])
+    return rejected, files, accepted
+
+
+@pytest.mark.parametrize("change", with_slow(OTHER_DATA, QUICK_NOT))
 def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     write(tmp_path / "data", "parquet", rows(90))
     started(tmp_path, TEXTS, tmp_path / "data")
     expected_text = change(tmp_path / "data")
-    before = sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
-    world = again(tmp_path, TEXTS, tmp_path / "data")
-    assert (
-        world.codes == [2] and f"data (train, validation, test): {expected_text}" in world.output
-    ), world.output
-    assert before == sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
-    accepted = run(
-        train,
-        [
-            *TEXTS,
-            "--task.data",
-            str(tmp_path / "data"),
-            "--run.dir",
-            "run",
-            "--run.accept_changes",
-            "true",
-        ],
-        folder=tmp_path,
-    )
-    assert accepted.codes == [0] and "accepted: data" in accepted.output
+    before = files_of(tmp_path / "run")
+    words = [*TEXTS, "--task.data", str(tmp_path / "data"), "--run.dir", "run"]
+    (found,) = run(rejected_and_accepted, words, folder=tmp_path).ok()
+    (code, output), after, (accepted, said) = found
+    assert code == 2 and f"data (train, validation, test): {expected_text}" in output, output
+    assert before == after
+    assert accepted == 0 and "accepted: data" in said, said
 
 
 def test_a_copy_elsewhere_is_equal_and_an_older_order_is_named(tmp_path):
@@ -192,13 +194,16 @@ def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
 
 def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_rejected(tmp_path):
     data = write(tmp_path / "data", "parquet", rows(60))
-    run(train, [*TEXTS, "--task.data", str(data), "--run.dir", "run"], folder=tmp_path).ok()
-    same = again(tmp_path, TEXTS, data)
-    assert same.codes == [0] and "nothing to do" in same.output
-    moved = again(tmp_path, TEXTS, move(data))
-    assert moved.codes == [0] and "resuming from run/checkpoints/step-00000016" in moved.output
-    other = again(tmp_path, TEXTS, write(tmp_path / "other", "parquet", rows(60, first=1)))
-    assert other.codes == [2] and "has different content" in other.output
+    words = [*TEXTS, "--run.dir", "run", "--task.data"]
+    first = [*words, str(data)]
+    ((code, _), (again_code, same)) = run(each_message, [first, first], folder=tmp_path).ok()[0]
+    assert code == again_code == 0 and "nothing to do" in same, same
+    moved = move(data)
+    other = write(tmp_path / "other", "parquet", rows(60, first=1))
+    several = [[*words, str(moved)], [*words, str(other)]]
+    ((code, output), (rejected, said)) = run(each_message, several, folder=tmp_path).ok()[0]
+    assert code == 0 and "resuming from run/checkpoints/step-00000016" in output, output
+    assert rejected == 2 and "has different content" in said, said
 
 
 def test_a_set_of_the_users_own_states_what_it_is(tmp_path):

@@ -180,7 +180,8 @@ def gpt(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, SPLITS[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
 def test_a_language_model_continues_learning(tmp_path, config, ranks):
     write(tmp_path / "data", "jsonl", rows(120))
     gpt(tmp_path / "gpt")

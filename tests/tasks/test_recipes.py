@@ -151,6 +151,14 @@ def test_accelerate_launch_as_typed(tmp_path, config):
     assert environment["processes"] == 2
 
 
+def test_digits_learns_in_a_few_epochs(tmp_path):
+    words = ["digits", "--duration", "10ep", "--track", "none", "--run.dir", "run"]
+    run(train, words, folder=tmp_path).ok()
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert ended["eval/accuracy"] >= 0.97 and ended["test/accuracy"] >= 0.97
+
+
+@pytest.mark.slow
 def test_digits_reaches_its_stated_accuracy(tmp_path):
     run(train, ["digits", "--run.dir", "run"], folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())

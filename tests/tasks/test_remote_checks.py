@@ -252,7 +252,8 @@ WORDS += [
 
 def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     written(tmp_path / "data", of_texts({"text": None}), group=100)
-    words = [*WORDS, "--batch.size", "40", "--duration", "1ep", "--run.dir"]
+    words = [*WORDS, "--batch.size", "40", "--duration", "1ep", "--log.every", "50"]
+    words += ["--log.noise_scale", "false", "--run.dir"]
     world = run(train_remote, [*words, "stopped"], folder=tmp_path)
     assert world.codes == [1], world.output
     assert "train.parquet, row 1505: no value in 'text'" in world.output
@@ -399,7 +400,7 @@ def plain(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
 @pytest.mark.parametrize(
     ("config", "ranks", "workers"),
     [
-        ("single", 1, 2),
+        pytest.param("single", 1, 2, marks=pytest.mark.slow),
         ("ddp", 2, 0),
         pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
     ],

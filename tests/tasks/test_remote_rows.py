@@ -38,7 +38,7 @@ SMALL = "--task.layers 1 --task.width 8 --task.heads 1 --task.length 16 --task.w
 COMMON = (
     "--batch.size 16 --batch.grain 4 --duration 80 --save.every 20 --eval.every 40 --track none "
     "--run.dir run --optimizer.name adamw --optimizer.lr 0.01 --machine.dtype float32 "
-    "--schedule.name constant --schedule.warmup 5"
+    "--schedule.name constant --schedule.warmup 5 --log.every 20 --log.noise_scale false"
 )
 TEXTS = f"snippets {SMALL} {COMMON}"
 
@@ -120,6 +120,7 @@ def test_a_bucket_gives_the_bits_of_a_disk(s3, expected, tmp_path, config, ranks
     assert sum(one.end - one.start for one in s3.proxy.ranges("data")) < 1.05 * 4000 * rows
 
 
+@pytest.mark.slow
 def test_a_run_moves_from_a_disk_to_a_bucket_and_back(s3, disk, expected, tmp_path):
     folder = tmp_path / "moves"
     trained(folder, f"{TEXTS} --task.data {disk}".replace("--duration 80", "--duration 30"))

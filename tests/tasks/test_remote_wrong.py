@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -22,7 +23,7 @@ from oneloop.tasks.rows.remote.footers import _try, parsed
 from oneloop.tasks.rows.remote.store import open_store
 from remote_data import Files, counted_s3
 from stores import KEYS
-from worlds import run, train
+from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.bucket",
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.rewrite",
 )
 COLUMNS = {"text": "text", "label": "label"}
+OPTIONS = "--batch.size 8 --duration 2 --run.dir run --track none"
 
 
 def rows_of(where: str, stream: bool = False) -> Source:
@@ -58,9 +60,12 @@ def write(folder: Path) -> Path:
 
 def trained(s3, folder: Path, words: str):
     """Train in a process that reads from the bucket."""
-    options = f"{words} --batch.size 8 --duration 2 --run.dir run --track none"
-    variables = {**s3.variables, "ONELOOP_CACHE": os.environ["ONELOOP_CACHE"]}
-    return run(train, options.split(), config="single", folder=folder, variables=variables)
+    options = f"{words} {OPTIONS}"
+    return run(train, options.split(), config="single", folder=folder, variables=variables(s3))
+
+
+def variables(s3) -> dict[str, str]:
+    return {**s3.variables, "ONELOOP_CACHE": os.environ["ONELOOP_CACHE"]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,19 +184,34 @@ def test_stream_has_an_effect_only_for_the_hub() -> None:
         rows_of("s3://bucket/data", stream=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("snippets --task.data s3://user:SeCrEt@bucket/x", "contains a user"),
-        ("snippets --task.data s3://no-such-bucket/x", "does not exist"),
-        ("gpt --task.data s3://bucket/data", "tokens of all rows"),
-    ],
-)
-def test_from_the_command_line(servers, tmp_path: Path, words: str, expected: str) -> None:
-    done = trained(servers[0], tmp_path, words)
-    assert done.codes == [2] and expected in done.output, done.output
-    assert "SeCrEt" not in done.output and KEYS["AWS_SECRET_ACCESS_KEY"] not in done.output
-    assert not (tmp_path / "run").exists()
+TYPED = {
+    "snippets --task.data s3://user:SeCrEt@bucket/x": "contains a user",
+    "snippets --task.data s3://no-such-bucket/x": "does not exist",
+    "gpt --task.data s3://bucket/data": "tokens of all rows",
+}
+
+
+@pytest.fixture(scope="module")
+def messages(servers, tmp_path_factory) -> tuple[dict[str, tuple[Any, str]], Path, str]:
+    """Return exit code and output of each of these commands, the folder of their runs, and what
+    was written past the messages.
+
+    One process runs all of them.
+    """
+    folder = tmp_path_factory.mktemp("typed")
+    several = [f"{words} {OPTIONS}".split() for words in TYPED]
+    world = run(each_message, several, folder=folder, variables=variables(servers[0]))
+    (found,) = world.ok()
+    return dict(zip(TYPED, found, strict=True)), folder, world.output
+
+
+@pytest.mark.parametrize(("words", "expected"), TYPED.items())
+def test_from_the_command_line(messages, words: str, expected: str) -> None:
+    found, folder, more = messages
+    code, output = found[words]
+    assert code == 2 and expected in output, output
+    assert not any(word in output + more for word in ("SeCrEt", KEYS["AWS_SECRET_ACCESS_KEY"]))
+    assert not (folder / "run").exists()
 
 
 def test_a_run_keeps_no_secret(servers, tmp_path: Path) -> None:

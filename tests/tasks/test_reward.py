@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from oneloop.tasks.reward import METRICS, Reward, RewardSums, accuracy
 from preference_rows import a_llama, rows, write
 from silent_cases import unfinished
-from worlds import after, each_message, run, timeless, train
+from worlds import after, apply, each_message, run, timeless, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
@@ -184,19 +186,46 @@ def said(row: dict[str, Any], side: str, tokenizer: Any) -> str:
     return tokenizer.apply_chat_template([*row["prompt"], *row[side]], tokenize=False)
 
 
-def predicted(folder: Path, data: str, *words: str, name: str = "run") -> list[dict[str, Any]]:
-    after(folder, "predict", name, "--data", data, "--to", "out.jsonl", *words).ok()
-    lines = (folder / "out.jsonl").read_text().splitlines()
-    (folder / "out.jsonl").unlink()
-    return [json.loads(line) for line in lines]
+def predicted(folder: Path, *data: str) -> list[list[dict[str, Any]]]:
+    """Return the predictions of the run for each of these files. One process makes all of them."""
+    several = []
+    for file in data:
+        several.append(["predict", "run", "--data", file, "--to", f"out-{file}"])
+    run(each_applied, several, folder=folder).ok()
+    found = []
+    for file in data:
+        lines = (folder / f"out-{file}").read_text().splitlines()
+        (folder / f"out-{file}").unlink()
+        found.append([json.loads(line) for line in lines])
+    return found
+
+
+def each_applied(several: list[list[str]]) -> None:
+    for words in several:
+        with suppress_success():
+            apply(words)
+
+
+@contextmanager
+def suppress_success() -> Iterator[None]:
+    """Go on after a command that has ended with the code 0."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code:
+            raise
 
 
 def test_rewards_are_those_of_transformers(single):
     tokenizer = transformers.AutoTokenizer.from_pretrained(single / "run" / "final")
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     some = rows(20, seed=5)
-    write(single / "new.jsonl", some)
-    found = predicted(single, "new.jsonl")
+    conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in some]
+    answers = [{"prompt": row["prompt"], "completion": row["rejected"]} for row in some]
+    files = {"new": some, "conversations": conversations, "answers": answers}
+    for name, made in files.items():
+        write(single / f"{name}.jsonl", made)
+    found, *alone_found = predicted(single, *(f"{name}.jsonl" for name in files))
     for side in ("chosen", "rejected"):
         expected = alone(single / "run" / "final", [said(row, side, tokenizer) for row in some])
         assert [row[f"{side}_reward"] for row in found] == pytest.approx(expected, abs=1e-5)
@@ -205,11 +234,8 @@ def test_rewards_are_those_of_transformers(single):
     )
 
     # A single answer has the same reward, as a conversation or after its prompt.
-    conversations = [{"messages": [*row["prompt"], *row["chosen"]]} for row in some]
-    answers = [{"prompt": row["prompt"], "completion": row["rejected"]} for row in some]
-    for side, other in (("chosen", conversations), ("rejected", answers)):
-        write(single / "answers.jsonl", other)
-        rewards = [row["reward"] for row in predicted(single, "answers.jsonl")]
+    for side, other in zip(("chosen", "rejected"), alone_found, strict=True):
+        rewards = [row["reward"] for row in other]
         assert rewards == pytest.approx([row[f"{side}_reward"] for row in found], abs=1e-5)
 
     # The report shows the pairs, and which answer the model prefers.
@@ -227,15 +253,16 @@ def test_a_long_answer_to_predict_is_cut_with_a_warning(single):
     assert "1 answers are longer than 48 tokens with their prompts" in world.output
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_evaluation_of_the_run(single):
+    """On two processes, while the run was on one."""
     last = metrics(single, "eval/")[-1]
-    for ranks in (1, 2):
-        world = after(single, "evaluate", "run", "--json", ranks=ranks, config=None)
-        world.ok()
-        text = world.output[world.output.index("{") : world.output.rindex("}") + 1]
-        found = json.loads(text)
-        for name in RewardSums().higher_is_better:
-            assert found[f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], abs=1e-6)
+    world = after(single, "evaluate", "run", "--json", ranks=2, config="ddp")
+    world.ok()
+    text = world.output[world.output.index("{") : world.output.rindex("}") + 1]
+    found = json.loads(text)
+    for name in RewardSums().higher_is_better:
+        assert found[f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], abs=1e-6)
 
 
 @pytest.mark.parametrize("pad", [pytest.param("<|pad|>", marks=pytest.mark.slow), "<|im_end|>"])
@@ -271,12 +298,13 @@ def test_adapters_and_the_head_are_trained_and_load_in_peft(tmp_path, dtype):
     the_data(tmp_path)
     words = ["reward.yaml", "--track", "none", "--task.model", "base", "--task.lora.rank", "4"]
     words += ["--task.layers", "4", "--task.heads", "4", "--task.width", "128"]
+    words += ["--duration", "4", "--eval.every", "0", "--save.every", "0"]
     run(train, [*words, "--run.dir", "run"], folder=tmp_path).ok()
     saved = load_file(tmp_path / "run" / "final" / "adapter_model.safetensors")
     assert saved["base_model.model.score.weight"].dtype is torch.float32
     some = rows(5, seed=3)
     write(tmp_path / "new.jsonl", some)
-    found = predicted(tmp_path, "new.jsonl")
+    (found,) = predicted(tmp_path, "new.jsonl")
 
     # peft loads adapters and head, with the base model's dtype.
     final = tmp_path / "run" / "final"

@@ -18,8 +18,8 @@ from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.parquet_files import LocalFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
-from own_files import again, started
-from worlds import run, train
+from own_files import started
+from worlds import each_message, run
 
 pytestmark = pytest.mark.covers("oneloop.tasks.rows.row_group_splits")
 
@@ -122,11 +122,12 @@ def test_a_run_by_groups_resumes_and_another_split_is_another_run(tmp_path):
     folder = written(tmp_path / "data", "a.parquet")
     words = [*WORDS, "--task.split_by", "groups"]
     started(tmp_path, words, folder)
-    world = again(tmp_path, WORDS, folder)
-    assert world.codes == [2] and "task.split_by: 'groups' -> 'rows'" in world.output, world.output
-    world = again(tmp_path, words, folder)
-    assert world.codes == [0] and "resuming from" in world.output, world.output
     few = written(tmp_path / "few", "a.parquet", groups=3)
-    world = run(train, [*words, "--task.data", str(few), "--run.dir", "new"], folder=tmp_path)
-    assert world.codes == [2] and "add a validation split" in world.output
+    same = ["--task.data", str(folder), "--run.dir", "run"]
+    new = ["--task.data", str(few), "--run.dir", "new"]
+    several = [[*WORDS, *same], [*words, *new], [*words, *same]]
+    (other, rejected, resumed) = run(each_message, several, folder=tmp_path).ok()[0]
+    assert other[0] == 2 and "task.split_by: 'groups' -> 'rows'" in other[1], other
+    assert rejected[0] == 2 and "add a validation split" in rejected[1], rejected
+    assert resumed[0] == 0 and "resuming from" in resumed[1], resumed
     assert not (tmp_path / "new").exists()
