@@ -5,6 +5,7 @@ import compileall
 import gc
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -62,6 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
         compileall.compile_dir(config.rootpath / folder, quiet=2)
     config.pluginmanager.register(Costs(config))
     world_server.new_folder()
+    if config.getoption("numprocesses", None) and sys.platform == "linux":
+        interpreter = shlex.join([sys.executable, str(HELPERS / "forked_interpreter.py")])
+        config.option.tx = [f"popen//python={interpreter}"] * len(config.option.tx)
     base = config.getoption("--changed")
     if base is not None:
         files = selected(changed_since(base))

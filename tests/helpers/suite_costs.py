@@ -41,6 +41,8 @@ def _count_interpreters(event: str, arguments: tuple[Any, ...]) -> None:
     if event != "subprocess.Popen":
         return
     program = str(arguments[0])
+    if "world_server.py" in str(arguments[1]):  # it is not one of the test's
+        return
     if Path(program).name.startswith("python") or program.startswith(sys.prefix + os.sep):
         STARTED["interpreters"] += 1
 

@@ -1,7 +1,8 @@
-"""The warm server: one process of the suite, from which all worlds are forked.
+"""The warm server: one process of the suite, from which all others are forked.
 
-It has imported what runs need (``warm.py``), which takes ten seconds. The first world starts it,
-and the worker processes of pytest-xdist share it. It ends with the process that started the suite.
+It has imported what runs need (``warm.py``), which takes ten seconds. The worker processes of
+pytest-xdist are forked from it (``forked_interpreter.py``), and so are the worlds that they start.
+It ends with the process that started the suite.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, NoReturn
-
-from suite_costs import STARTED
 
 FOLDER = "ONELOOP_TESTS_SERVER"  # variable: the folder of the server's socket
 _LENGTH = struct.Struct("!Q")  # of a request, in bytes
@@ -59,9 +58,15 @@ class Forked:
     Args:
         function: what to call in it; a function of a module.
         arguments: its arguments, which pickle can send.
+        files: descriptors of its standard input, output and error; by default those of the server.
     """
 
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., None],
+        arguments: tuple[Any, ...],
+        files: Sequence[int] = (),
+    ) -> None:
         # The new process finds the modules of this one, and its main module.
         place = spawn.get_preparation_data("world")
         place.pop("authkey")
@@ -69,11 +74,12 @@ class Forked:
         self.exitcode: int | None = None
         self.cpu_seconds = 0.0
         self._connection = _connected()
-        self._connection.sendall(_LENGTH.pack(len(request)) + request)
+        socket.send_fds(self._connection, [_LENGTH.pack(len(request))], files)
+        self._connection.sendall(request)
         (self.pid,) = _PID.unpack(_received(self._connection, _PID.size))
 
-    def join(self, seconds: float) -> None:
-        """Wait for the end, at most so long."""
+    def join(self, seconds: float | None = None) -> None:
+        """Wait for the end, at most so long (None: without a limit)."""
         if self.exitcode is not None:
             return
         self._connection.settimeout(seconds)
@@ -109,11 +115,14 @@ def _connected() -> socket.socket:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "socket").exists():
             command = [sys.executable, __file__, str(folder)]
-            counted = STARTED["interpreters"]
-            _STARTED.append(
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            # The output of a worker is a pipe, which must end with the worker.
+            server = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
-            STARTED["interpreters"] = counted  # it is not one of the test's
+            _STARTED.append(server)
         while not (folder / "socket").exists():
             time.sleep(0.01)
     connection = socket.socket(socket.AF_UNIX)
@@ -150,7 +159,8 @@ def serve(folder: Path) -> None:
                 continue
             connection, _ = listener.accept()
             with suppress(OSError):  # the test has given up
-                (length,) = _LENGTH.unpack(_received(connection, _LENGTH.size))
+                header, files, *_ = socket.recv_fds(connection, _LENGTH.size, 3)
+                (length,) = _LENGTH.unpack(header)
                 request = _received(connection, length)
                 pid = os.fork()
                 if pid == 0:
@@ -159,7 +169,9 @@ def serve(folder: Path) -> None:
                         signal.signal(number, signal.SIG_DFL)
                     for one in (listener, waking, woken, connection, selector, *running.values()):
                         one.close()
-                    _call(request)
+                    _call(request, files)
+                for number in files:
+                    os.close(number)
                 running[pid] = connection
                 connection.sendall(_PID.pack(pid))
         _report_ends(running)
@@ -185,15 +197,20 @@ def _report_ends(running: dict[int, socket.socket]) -> None:
             connection.sendall(end)
 
 
-def _call(request: bytes) -> NoReturn:
+def _call(request: bytes, files: Sequence[int]) -> NoReturn:
     """Call the function of a request in this new process, and end."""
     code = 1
     try:
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
         place, call = pickle.loads(request)
         spawn.prepare(place)
         function, arguments = pickle.loads(call)
         function(*arguments)
         code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
     except BaseException:
         traceback.print_exc()
     finally:

@@ -208,7 +208,7 @@ def each_applied(several: list[list[str]]) -> None:
 
 @contextmanager
 def suppress_success() -> Iterator[None]:
-    """Go on after a command that has ended with the code 0."""
+    """Continue after a command that has ended with the code 0."""
     try:
         yield
     except SystemExit as end:
