@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from code_measures import statements
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers()
@@ -52,7 +53,7 @@ def template(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> str:
 
 
 def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
@@ -71,10 +72,10 @@ def messages() -> Iterator[tuple[str, str, str]]:
         top = dict(
             assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], []))
         )
-        for function in ast.walk(tree):
+        for function in statements(tree):
             if isinstance(function, ast.FunctionDef):
                 names = top | dict(assigned(function))
-                for node in ast.walk(function):
+                for node in statements(function):
                     if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                         kind = ast.unparse(node.exc.func)
                         for text in (template(one, names) for one in node.exc.args):
@@ -125,11 +126,11 @@ def begins_with_fragment(message: ast.expr, texts: set[str]) -> bool:
 def fragments(source: str) -> list[int]:
     """Return the lines of raises whose message begins with a fragment."""
     found = []
-    for function in ast.walk(ast.parse(source)):
+    for function in statements(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue
         texts = {name for name, value in assigned(function) if is_text(value) and name != "message"}
-        for node in ast.walk(function):
+        for node in statements(function):
             if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
                 continue
             if node.exc.args and begins_with_fragment(node.exc.args[0], texts):
@@ -217,7 +218,7 @@ def prose() -> Iterator[tuple[str, str]]:
         for room in ("src", "tests", "benchmarks")
         for file in sorted((ROOT / room).rglob("*.py"))
     ):
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in statements(ast.parse(file.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield (
                     f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}",
