@@ -37,7 +37,6 @@ from transformers import AutoTokenizer, BertForSequenceClassification, ViTForIma
 import oneloop
 from oneloop.measure import flops
 from oneloop.recipe.key_parser import parser
-from oneloop.run import environment
 from oneloop.tasks.language.models import import_quietly
 
 for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
@@ -52,9 +51,7 @@ LARGE = 2 << 20  # bytes of a large page
 flops._TRIES = 1
 flops._SECONDS = 0.0
 
-# Results that a process computes once.
-environment.versions()
-environment.versions(environment._COMPUTE)
+# Parsers that a process builds once.
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):
         parser(task, optimizer, "cosine")

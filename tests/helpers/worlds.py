@@ -116,8 +116,8 @@ def run(
                     "MASTER_PORT": str(port),
                     "OMP_NUM_THREADS": "1",
                 }
-            shown = (function, args, mine, scratch, rank, ranks, str(folder or ""), watch, forks)
-            processes.append(Forked(_child, shown))
+            given = (function, args, mine, scratch, rank, ranks, str(folder or ""), watch, forks)
+            processes.append(Forked(_child, given))
         for process in processes:
             process.join(timeout)
         late = [process for process in processes if process.exitcode is None]

@@ -5,8 +5,8 @@ import platform
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,8 +42,7 @@ _COMPUTE = (
 """packages whose version may change computed values"""
 
 
-@cache
-def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
     """Return the versions of the installed ones of these packages."""
     found = {}
     for package in packages:
