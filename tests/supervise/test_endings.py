@@ -355,8 +355,11 @@ def test_slow_steps_are_no_hang(folder):
         "25",
         "--task.once",
         str(folder / "once"),
+        # After the fault, two seconds of training: reports come twice a second.
+        "--task.pause",
+        "0.02",
         "--duration",
-        "40",
+        "120",
     ]
     world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
     world.ok()
