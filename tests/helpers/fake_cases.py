@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import preference_rows
 import small_models
 from adapters import a_base
 from fake_steps import Prepared
-from oneloop.tasks.language.number_words import NumberWords
+from oneloop.tasks.language.number_words import in_words
 from oneloop.tasks.language.tokens import ending_tokenizer
 
 _SMALL = ["--task.width", "32", "--task.heads", "2", "--task.layers", "2"]
@@ -129,8 +130,12 @@ def _classifier(file: Path) -> None:
 
 
 def _bart(file: Path) -> None:
+    rows = [{"source": str(number), "target": in_words(number)} for number in range(0, 3000, 10)]
+    data = file.with_name("numbers.jsonl")
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     folder = file.with_name("bart")
-    ending_tokenizer(NumberWords("train").texts(), 300).save_pretrained(folder)
+    texts = [text for row in rows for text in row.values()]
+    ending_tokenizer(texts, 300).save_pretrained(folder)
     sizes = {"d_model": 32, "max_position_embeddings": 64, "vocab_size": 300}
     for side in ("encoder", "decoder"):
         sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
@@ -138,7 +143,7 @@ def _bart(file: Path) -> None:
     config = transformers.BartConfig(**sizes, **tokens, bos_token_id=1, dropout=0.0)
     transformers.BartForConditionalGeneration(config).save_pretrained(folder)
     lengths = "length: 32, target_length: 12"
-    file.write_text(f"task: {{name: seq2seq, model: {folder}, {lengths}}}\n")
+    file.write_text(f"task: {{name: seq2seq, data: {data}, model: {folder}, {lengths}}}\n")
 
 
 def _recipe(task: str, file: Path) -> None:

@@ -144,7 +144,6 @@ def test_what_cannot_be_compiled_is_an_error():
         compile_(Transformer(), "none", budget=0.5)
 
 
-@pytest.mark.slow
 def _remarks(words: list[str]) -> str:
     """Return the remarks of the checks before a run."""
     from oneloop.job.build import build_job
