@@ -9,6 +9,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import ctypes
+import functools
 import importlib
 import pkgutil
 import sys
@@ -37,6 +38,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, ViTForIma
 import oneloop
 from oneloop.measure import flops
 from oneloop.recipe.key_parser import parser
+from oneloop.run import environment
 from oneloop.tasks.language.models import import_quietly
 
 for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
@@ -50,6 +52,11 @@ LARGE = 2 << 20  # bytes of a large page
 # One product measures the peak. (On a busy machine, more would measure it no better.)
 flops._TRIES = 1
 flops._SECONDS = 0.0
+
+# The versions of the installed packages do not change.
+environment.version = functools.cache(environment.version)
+environment.versions()
+environment.versions(environment._COMPUTE)
 
 # Parsers that a process builds once.
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):

@@ -59,8 +59,13 @@ def yaml_text(content: Mapping[str, Any]) -> str:
     """Return YAML, with the keys in their order. libyaml writes it, where PyYAML has it."""
     import yaml  # the process that writes checkpoints does not need it
 
-    fastest = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return str(yaml.dump(dict(content), Dumper=fastest, sort_keys=False))
+    return str(
+        yaml.dump(
+            dict(content),
+            Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
+            sort_keys=False,
+        )
+    )
 
 
 def vouched(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import OF_TASKS, may_be_of_task, suggestion
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, for what oneloop wrote
-
 
 def read(argv: Sequence[str]) -> Recipe:
     """Read the recipe of a command line.
@@ -176,7 +174,7 @@ def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
     namespace = _namespace(made, given)
     text = made.dump(namespace, skip_unset=False, skip_validation=True)  # parse_args validates
-    return namespace, yaml.load(text, Loader=_LOADER)
+    return namespace, yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _namespace(
