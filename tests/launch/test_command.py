@@ -9,6 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
@@ -18,34 +20,55 @@ from oneloop.launch.config_files import config_file
 pytestmark = pytest.mark.covers("oneloop.launch.config_files", "oneloop.launch.command")
 
 PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+SET_BY_IMPORTS = {
+    "TORCHINDUCTOR_CACHE_DIR",
+    "LC_CTYPE",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
 
 
-@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
-def test_one_process_gets_the_variables_that_accelerate_sets(tmp_path, precision):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    accelerate = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.accelerate_cli",
-        "launch",
-        "--mixed_precision",
-        precision,
-    ]
-    own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    words = [*accelerate, "--config_file", config_file("single"), "program.py", "found.json"]
-    subprocess.run(words, check=True, cwd=tmp_path, env=own, capture_output=True)
-    found = json.loads((tmp_path / "found.json").read_text())
+def launch_words(precision: str) -> list[str]:
+    """Return the words that accelerate's launcher gets."""
+    words = ["--mixed_precision", precision, "--config_file", config_file("single")]
+    return [*words, "program.py", "found.json"]
+
+
+def check_variables(precision: str, own: dict[str, str], found: dict[str, str]) -> None:
+    """Compare the variables that oneloop sets with those that accelerate adds.
+
+    Args:
+        own: the environment of the launcher.
+        found: the environment of the process that it starts.
+    """
     added = {key: value for key, value in found.items() if own.get(key) != value}
-    set_by_imports = {
-        "TORCHINDUCTOR_CACHE_DIR",
-        "LC_CTYPE",
-        "KMP_DUPLICATE_LIB_OK",
-        "KMP_INIT_AT_FORK",
-    }
+    expected = {key: value for key, value in added.items() if key not in SET_BY_IMPORTS}
     ours = _of_one_process({"config_file": "single", "mixed_precision": precision})
-    assert ours == {key: value for key, value in added.items() if key not in set_by_imports} | {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
-    }
+    assert ours == expected | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+@pytest.mark.parametrize("precision", ["no"])
+def test_one_process_gets_the_variables_that_accelerate_sets(monkeypatch, precision):
+    # These two functions of accelerate's launcher make the environment of one process.
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    args = launch_command_parser().parse_args(launch_words(precision))
+    args, _, _ = _validate_launch_command(args)
+    _, found = prepare_simple_launcher_cmd_env(args)
+    own = dict(os.environ)
+    monkeypatch.undo()
+    assert own != found
+    check_variables(precision, own, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_process_of_accelerate_gets_the_same_variables(tmp_path, precision):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    words = [*launcher, *launch_words(precision)]
+    subprocess.run(words, check=True, cwd=tmp_path, env=own, capture_output=True)
+    check_variables(precision, own, json.loads((tmp_path / "found.json").read_text()))
 
 
 def test_only_plain_settings_of_one_process_do_without_accelerate(tmp_path):
