@@ -832,7 +832,7 @@ def scaled_after_a_save(root: str, late: bool) -> tuple[str, dict[str, str]]:
     return str(error.value), shards(Path(root))
 
 
-@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_shard_that_changes_while_it_is_copied_reaches_no_checkpoint(tmp_path, config):
     found = []
     for late in (False, True):

@@ -264,7 +264,7 @@ def _beside(tmp_path: Path) -> Path:
     return outside
 
 
-@pytest.mark.parametrize("count", some_or_all(100, 300))
+@pytest.mark.parametrize("count", some_or_all(60, 300))
 def test_hostile_values_in_checkpoints(made, tmp_path, count):
     """Manifests, states and headers: readers reject them in one line, or read on without them."""
     outside = _beside(tmp_path)

@@ -153,9 +153,12 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
         "2ep",
     ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    for step in (6, 10) if workers == "0" else (4,):  # workers start slowly
+    steps = (6, 10) if workers == "0" else (4,)  # workers start slowly
+    for step in steps:
         cut(tmp_path / "alone", tmp_path / str(step), step)
-        run(train, [*words, "--run.dir", str(step)], folder=tmp_path).ok()
+    resumed = in_turn(tmp_path, *([*words, "--run.dir", str(step)] for step in steps))
+    for step, ended in zip(steps, resumed, strict=True):
+        assert ended.code == 0, ended.output
         same(tmp_path / "alone", tmp_path / str(step))
 
 

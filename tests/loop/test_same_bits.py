@@ -149,8 +149,8 @@ def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
 def test_the_same_bits_on_one_process_and_on_two(tmp_path, capsys):
     # The model, the steps and the evaluations are as small and few as the claim allows.
     words = ["digits", "--task.width", "8", "--task.dropout", "0.1", "--batch.size", "32"]
-    words += ["--batch.grain", "8", "--duration", "12", "--eval.every", "12"]
-    same(tmp_path, [*words, *COMMON, "--log.every", "2"], SPLITS[:3])
+    words += ["--batch.grain", "8", "--duration", "6", "--eval.every", "6"]
+    same(tmp_path, [*words, *COMMON, "--log.every", "1"], SPLITS[:3])
     assert (
         main(
             [
@@ -162,7 +162,7 @@ def test_the_same_bits_on_one_process_and_on_two(tmp_path, capsys):
         )
         == 0
     )
-    assert "bit-identical at 6 log lines, step 2 to 12" in capsys.readouterr().out
+    assert "bit-identical at 6 log lines, step 1 to 6" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -248,10 +248,10 @@ def ragged(folder: Path, *more: str) -> list[str]:
 
 
 def test_killed_twice_and_gone_on_in_other_worlds(tmp_path):
-    shorter = ["--duration", "30", "--save.every", "3", "--batch.grain", "4"]
+    shorter = ["--duration", "18", "--save.every", "3", "--batch.grain", "4"]
     words, draw = ragged(tmp_path, *shorter), random.Random(20)
     undisturbed = trained(tmp_path / "whole", words, ranks=1, config="single")
-    deaths = [(2, "ddp", draw.randint(4, 10)), (2, "fsdp2", draw.randint(13, 18))]
+    deaths = [(2, "ddp", draw.randint(4, 6)), (2, "fsdp2", draw.randint(9, 11))]
     assert history(tmp_path / "killed", words, deaths, (1, "single"), draw) == 2
     assert different(undisturbed, digest(tmp_path / "killed" / "run")) == []
 

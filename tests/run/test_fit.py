@@ -113,10 +113,12 @@ def _one_interpreter() -> None:
     from oneloop import fit
 
     # in the first run, libraries open their own files
-    fit("digits", duration=1, run={"dir": "warm"}, **QUIET)
+    small = {"width": 8}
+    fit("digits", task=small, duration=1, run={"dir": "warm"}, **QUIET)
     before = left()
     plain = fit(
         "digits",
+        task=small,
         duration=6,
         run={"dir": "plain"},
         machine={"deterministic": True, "matmul": "high"},
@@ -125,10 +127,17 @@ def _one_interpreter() -> None:
     assert plain["exit_code"] == 0 and plain["step"] == 6 and "eval/accuracy" in plain
     assert left() == before
     again = fit(
-        "digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True}, **QUIET
+        "digits",
+        task=small,
+        duration=6,
+        run={"dir": "plain"},
+        machine={"deterministic": True},
+        **QUIET,
     )
     assert again == json.loads(json.dumps(plain))  # finished: nothing to do
-    half = fit("digits", duration=6, run={"dir": "half"}, mixed_precision="bf16", **QUIET)
+    half = fit(
+        "digits", task=small, duration=6, run={"dir": "half"}, mixed_precision="bf16", **QUIET
+    )
     assert (
         half["train/loss"] != plain["train/loss"]
         and abs(half["train/loss"] - plain["train/loss"]) < 0.05

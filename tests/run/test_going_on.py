@@ -300,7 +300,7 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
     return b"".join(lines)
 
 
-@pytest.mark.parametrize("times", [140, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [70, pytest.param(2000, marks=pytest.mark.slow)])
 def test_corruptions_of_a_run_folder(tmp_path, whole, times):
     """Random damage to files next to the checkpoints: inspect() never rejects the run's own recipe,
     metrics.jsonl keeps only lines that the run wrote, and damaged results are detected."""

@@ -6,12 +6,13 @@ import runpy
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from changed_files import covered
 from code_measures import imports
-from core_copies import PACKAGE, copied, train
+from core_copies import PACKAGE, copied, line_command, variables
 from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
 from oneloop.old_names import _FOLDERS, _MOVED, new_names
@@ -25,14 +26,37 @@ pytestmark = pytest.mark.covers(
 )
 
 
+def _train_with_the_copy(words: list[str]) -> None:
+    """Do what python -m oneloop.train does with the copy of oneloop in this folder.
+
+    This process has imported the libraries, which takes seconds, and forgets oneloop.
+    """
+    here = Path.cwd()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "oneloop"]:
+        del sys.modules[name]
+    sys.meta_path[:] = [one for one in sys.meta_path if "oneloop" not in type(one).__module__]
+    sys.path[:] = [str(here), *(one for one in sys.path if Path(one) != PACKAGE.parent)]
+
+    import oneloop
+
+    assert Path(oneloop.__file__).is_relative_to(here)
+    sys.argv = ["oneloop.train", *words]
+    try:
+        runpy.run_module("oneloop.train", run_name="__main__", alter_sys=True)
+    finally:
+        loaded = [name for name in sys.modules if name.startswith("oneloop.")]
+        own = [sys.modules[name].__file__ or "" for name in loaded]
+        assert len(own) > 50 and all(Path(file).is_relative_to(here) for file in own), own
+
+
 def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
     copied(tmp_path, "tools", "tasks")
-    done = train(tmp_path, "--duration", "6", "--track", "[tensorboard]")
-    assert done.returncode == 0, done.stderr
-    assert "TensorBoard gets no graph of the model: oneloop.tools.graph is not" in (
-        done.stdout + done.stderr
-    )
-    assert "report.html is not written: oneloop.tools.report.page is not" in done.stderr
+    _, *words = line_command("single", ["--duration", "6", "--track", "[tensorboard]"])
+    assert words[:2] == ["-m", "oneloop.train"]
+    world = run(_train_with_the_copy, words[2:], folder=tmp_path, variables=variables(tmp_path))
+    world.ok()
+    assert "TensorBoard gets no graph of the model: oneloop.tools.graph is not" in world.output
+    assert "report.html is not written: oneloop.tools.report.page is not" in world.output
     assert not (tmp_path / "run" / "report.html").exists()
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     whole = json.loads((tmp_path / "run" / "summary.json").read_text())
