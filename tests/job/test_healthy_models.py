@@ -24,8 +24,10 @@ pytestmark = pytest.mark.covers(
 LAYOUTS = tuple(product(("single", "ddp", "fsdp2"), (False, True)))
 """configurations (one process, or two), and whether ``batch.grain`` is set"""
 QUICK = [("Bert", "single", True), ("TimmVit", "ddp", False)]
+"""cases of a few steps"""
+DEFAULT = QUICK[:1]
 STEPS, FEW = 50, 20
-"""steps of the slow cases, and of the others"""
+"""steps of most cases, and of those in QUICK"""
 COMMON = ["--batch.size", "8", "--optimizer.name", "adamw", "--optimizer.lr", "0.001"]
 COMMON += ["--log.every", "1", "--log.noise_scale", "false", "--eval.every", "5"]
 COMMON += ["--machine.check_every", "5", "--save.every", "0", "--track", "none"]
@@ -108,7 +110,7 @@ def cases() -> list[Any]:
     """Return all models on all layouts; all but a few of them are slow."""
     found = []
     for name, (config, grain) in product(HEALTHY, LAYOUTS):
-        slow = () if (name, config, grain) in QUICK else pytest.mark.slow
+        slow = () if (name, config, grain) in DEFAULT else pytest.mark.slow
         label = f"{name}-{config}-{'grain' if grain else 'plain'}"
         found.append(pytest.param(name, config, grain, marks=slow, id=label))
     return found

@@ -62,7 +62,7 @@ def test_the_loader_is_imported_when_it_is_used(tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ("digits", "--help"),
+        pytest.param(("digits", "--help"), marks=pytest.mark.slow),
         pytest.param(("digits", "--batch.siez", "3"), marks=pytest.mark.slow),
         ("nowhere.yaml",),
     ],

@@ -218,7 +218,7 @@ def _stopped_in_evaluation(words: list[str]) -> None:
     ("step", "policy"),
     [
         (1, "skip"),
-        (STEPS, "rewind"),
+        pytest.param(STEPS, "rewind", marks=pytest.mark.slow),
         pytest.param(1, "rewind", marks=pytest.mark.slow),
         pytest.param(STEPS, "skip", marks=pytest.mark.slow),
     ],
@@ -256,7 +256,10 @@ class StoppedAt:
         train(words)
 
 
-@pytest.mark.parametrize(("policy", "stops", "step"), [("skip", (3,), 2), ("rewind", (4, 5), 3)])
+@pytest.mark.parametrize(
+    ("policy", "stops", "step"),
+    [("skip", (3,), 2), pytest.param("rewind", (4, 5), 3, marks=pytest.mark.slow)],
+)
 def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops, step):
     """A stop at a skipped step saves the steps before it. After a rewind, it takes effect at the
     next step."""

@@ -216,7 +216,11 @@ def test_a_model_that_is_not_called_is_reported_where_it_is_wrapped(folder):
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)],
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_what_generates(folder, config, ranks):
     how = {"ranks": ranks, "config": config, "folder": folder}

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from pages import blocks
-from slow_cases import with_slow
 from worlds import ROOT, run, train
 
 pytestmark = [
@@ -196,9 +195,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "ranks", "micro"), with_slow(LAYOUTS, list(LAYOUTS)[1:])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "config", "ranks", "micro"), LAYOUTS)
 def test_other_layouts_have_the_same_losses(folder, name, config, ranks, micro):
     words, plain = PLAIN[name]
     words = [*words, "--batch.micro", str(micro)]
