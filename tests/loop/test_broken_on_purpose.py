@@ -130,7 +130,7 @@ class Broken:
         train(argv)
 
 
-# The default cases are the weights on one process, and the drawn samples on two.
+# The default case shows that the comparison of weights finds a break.
 SLOW = {*BREAKS} - {"weight scaling", "reduced in bf16"}
 
 

@@ -145,6 +145,7 @@ def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config,
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
     from worlds import back_to
 

@@ -313,10 +313,8 @@ def rates_and_weights(folder, name):
     return rates, load_file(folder / name / "final/model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "config"),
-    [(1, "single"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "fsdp2")])
 def test_a_run_with_onecycle_is_the_same_through_a_resume(tmp_path, ranks, config):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     layout = {"ranks": ranks, "config": config, "folder": tmp_path}

@@ -37,7 +37,7 @@ STATED = {
     "recommender": {"eval/hits": (0.3, None)},
     "search": {"eval/accuracy": (0.95, None), "test/accuracy": (0.85, None)},
 }
-SLOW = ["audio", "detection", "diffusion", "forecasting", "multilabel", "search"]
+SLOW = ["audio", "detection", "diffusion", "multilabel", "search"]
 
 
 def lay_out(name: str, folder: Path) -> tuple[str, list[str]]:

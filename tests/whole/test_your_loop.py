@@ -212,7 +212,10 @@ def own_run(tmp_path_factory) -> tuple[list[torch.Tensor], list[dict[str, float]
 KILLED = [ONE, *(pytest.param(*one, marks=SLOW) for one in (DDP, FSDP2))]
 
 
-@pytest.mark.parametrize(("config", "ranks"), [ONE, pytest.param(*DDP, marks=SLOW), FSDP2])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [ONE, pytest.param(*DDP, marks=SLOW), pytest.param(*FSDP2, marks=SLOW)],
+)
 def test_the_parts_train_what_oneloop_trains(tmp_path, own_run, config, ranks):
     tensors, logged = own_run
     for final, lines in parts(tmp_path, config, ranks).ok():
