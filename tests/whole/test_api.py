@@ -27,7 +27,8 @@ SCRIPT = """
 import json
 import random
 import oneloop
-summary = oneloop.fit("digits", duration=20, track="none", run={"dir": "run"}, watch={"quiet": True})
+small = {"task": {"width": 8}, "duration": 6}
+summary = oneloop.fit("digits", **small, track="none", run={"dir": "run"}, watch={"quiet": True})
 before = random.getstate()
 metrics = oneloop.evaluate(summary)
 rows = oneloop.predict("run")
@@ -35,7 +36,7 @@ written = oneloop.predict(summary, to="rows.jsonl")
 line = oneloop.export("run", to="out")
 page = oneloop.report("run", to="page.html")
 same = before == random.getstate()
-"""  # noqa: E501
+"""
 
 
 def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):

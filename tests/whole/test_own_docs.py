@@ -138,10 +138,10 @@ def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
 )
 def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
     (tmp_path / "distil.py").write_text(PROGRAMS["distil.py"])
-    common = ["--track", "none", "--eval.every", "0"]
+    common = ["--track", "none", "--eval.every", "0", "--batch.size", "32"]
     run(
         train,
-        ["digits", "--duration", "3ep", "--run.dir", "runs/teacher", *common],
+        ["digits", "--duration", "1ep", "--run.dir", "runs/teacher", *common],
         folder=tmp_path,
     ).ok()
     teacher = tmp_path / "runs" / "teacher" / "final" / "model.safetensors"
@@ -152,7 +152,7 @@ def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
         "--task.teacher",
         str(teacher),
         "--duration",
-        "3ep",
+        "1ep",
         *common,
     ]
     run(here, [*words, "--run.dir", "run"], ranks=ranks, config=config, folder=tmp_path).ok()
