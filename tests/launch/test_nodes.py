@@ -627,6 +627,7 @@ def test_a_stranger_s_pickle_is_read_only_without_a_secret(key, tmp_path):
     nodes = Nodes(1, 1, "127.0.0.1", store._store.port)
     handler = rendezvous.rendezvous_handler(nodes, store, "127.0.0.1", key)
     assert handler.next_rendezvous().world_size == 1
+    handler._stop_heartbeats()  # its thread would read the state, too
     stranger = TCPStore("127.0.0.1", nodes.port)
     stranger.set(STATE, b64encode(pickle.dumps(Harmful(tmp_path / "read"))))
     time.sleep(1.1)  # the handler keeps the last state for a second
@@ -634,7 +635,6 @@ def test_a_stranger_s_pickle_is_read_only_without_a_secret(key, tmp_path):
         handler.num_nodes_waiting()
     assert not key or "has a wrong signature, and was not read" in str(found.value)
     assert (tmp_path / "read").exists() == (key is None)
-    handler._stop_heartbeats()
 
 
 def test_nodes_agree_on_the_secret(tmp_path):
