@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,20 +92,23 @@ def test_a_real_error_keeps_its_message_and_code(tmp_path, target):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 1
 
 
+def as_typed(words: list[str]) -> None:
+    """Run ``python -m oneloop.train`` with its supervisor; both streams are a full disk in ASCII."""
+    full = os.open("/dev/full", os.O_WRONLY)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(full, number)
+        OPEN.append(getattr(sys, name))
+        stream = open(number, "wb", closefd=False)  # noqa: SIM115
+        setattr(sys, name, io.TextIOWrapper(stream, encoding="ascii", line_buffering=True))
+    sys.argv = ["train", *words]
+    sys.modules.pop("oneloop.train", None)
+    runpy.run_module("oneloop.train", run_name="__main__", alter_sys=True)
+
+
 def test_the_command_on_a_full_disk_in_a_narrow_encoding(tmp_path):
     (tmp_path / "sines.py").write_text(TASK)
-    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "oneloop.train", "sines.py:Sines", *KEYS],
-            cwd=tmp_path,
-            env=variables,
-            stdout=full,
-            stderr=full,
-            timeout=120,
-            check=False,
-        )
-    assert done.returncode == 0 and logged(tmp_path) == 12
+    run(as_typed, ["sines.py:Sines", *KEYS], folder=tmp_path).ok()
+    assert logged(tmp_path) == 12
 
 
 def test_what_belongs_to_others_is_untouched(capsys):
