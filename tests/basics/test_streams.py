@@ -73,7 +73,8 @@ def train_to(target: str, encoding: str, words: list[str], how: str = "command")
     [
         ("/dev/null", "latin-1", "command"),
         ("/dev/null", "ascii", "fit"),
-        ("/dev/full", "utf-8", "command"),
+        # Below, the command as it is typed writes to a full disk.
+        pytest.param("/dev/full", "utf-8", "command", marks=pytest.mark.slow),
         ("/dev/full", "utf-8", "fit"),
         ("pipe", "ascii", "command"),
     ],
@@ -93,7 +94,7 @@ def test_a_real_error_keeps_its_message_and_code(tmp_path, target):
 
 
 def as_typed(words: list[str]) -> None:
-    """Run ``python -m oneloop.train`` with its supervisor; both streams are a full disk in ASCII."""
+    """Run ``python -m oneloop.train`` with its supervisor, where both streams are a full disk."""
     full = os.open("/dev/full", os.O_WRONLY)
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(full, number)

@@ -128,6 +128,7 @@ def test_the_start_names_the_cure_and_the_cure_works(tmp_path, capfd):
         for micro in (8, 2):
             run = tmp_path / f"{per_sample}-{micro}"
             keys = {"duration": 3, "batch": {"size": 8, "micro": micro}, "log": {"every": 1}}
+            keys |= {"save": {"every": 0}}
             found = fit(
                 Masked,
                 task={"folder": folder, "per_sample": per_sample},

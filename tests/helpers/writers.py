@@ -23,7 +23,6 @@ ENDS = [
     14,
     19,
 ]  # several, so that texts of one batch end after different numbers of tokens
-LENGTH = 12  # most tokens of a text
 
 
 class Sentences:
@@ -60,15 +59,19 @@ class Writes:
         held_out: validation sentences.
         beams: of the beam search.
         fails: the number of the batch for which generating fails (0: none).
+        length: most tokens of a text.
     """
 
     unit = "tokens"
     progress: Any = None
 
-    def __init__(self, held_out: int = 13, beams: int = 1, fails: int = 0) -> None:
+    def __init__(
+        self, held_out: int = 13, beams: int = 1, fails: int = 0, length: int = 12
+    ) -> None:
         self.held_out = held_out
         self.beams = beams
         self.fails = fails
+        self.length = length
         self.calls = 0
 
     def train_set(self) -> Sentences:
@@ -98,7 +101,7 @@ class Writes:
         tokens = model.generate(
             input_ids=inputs,
             attention_mask=(inputs != PAD).long(),
-            max_new_tokens=LENGTH,
+            max_new_tokens=self.length,
             do_sample=False,
             num_beams=self.beams,
             eos_token_id=ENDS,
@@ -160,8 +163,8 @@ class Careless(Copies):
             in the first evaluation.
     """
 
-    def __init__(self, mistake: str = "") -> None:
-        super().__init__()
+    def __init__(self, mistake: str = "", length: int = 12) -> None:
+        super().__init__(length=length)
         self.mistake = mistake
 
     def generate(self, model: Any, batch: dict[str, Tensor]) -> Any:

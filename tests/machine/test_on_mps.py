@@ -75,8 +75,8 @@ def chats(file: Path) -> Path:
 @pytest.mark.parametrize(
     "name",
     [
-        "digits",
         "llama",
+        pytest.param("digits", marks=pytest.mark.slow),
         pytest.param("sft", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("images", marks=pytest.mark.slow),

@@ -12,7 +12,7 @@ from torch import nn
 
 from oneloop.measure.noise_scale import NoiseScale, Sensor, meaning
 from tiny import Ragged
-from worlds import run, train
+from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.loop.log_steps",
@@ -94,7 +94,7 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
     ],
 )
 def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
-    world = run(measured, accumulate, ragged, each_batch, scaled, 1200, ranks=ranks, config=config)
+    world = run(measured, accumulate, ragged, each_batch, scaled, 600, ranks=ranks, config=config)
     # tr(S) / |G|^2 = 10 units of loss; a sample has 3 units on average.
     expected = WIDTH / DISTANCE**2 / 3
     for found in world.ok():
@@ -107,7 +107,7 @@ def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
         "--task.augment",
         "false",
         "--duration",
-        "30",
+        "15",
         "--batch.micro",
         "16",
         "--log.every",
@@ -117,17 +117,16 @@ def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
         "--eval.every",
         "0",
     ]
-    world = run(train, [*words, "--run.dir", "a"], folder=tmp_path)
-    world.ok()
+    one_micro_batch = ["--run.dir", "b", "--batch.micro", "64", "--duration", "5"]
+    several = [[*words, "--run.dir", "a"], [*words, *one_micro_batch]]
+    ((first, second),) = run(each_message, several, folder=tmp_path).ok()
+    assert first[0] == second[0] == 0, (first, second)
     lines = [
         json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     ]
     assert any("train/noise_scale" in line for line in lines)
     message = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
-    assert message in world.output and message.startswith("noise scale: critical batch about ")
-    run(
-        train, [*words, "--run.dir", "b", "--batch.micro", "64", "--duration", "5"], folder=tmp_path
-    ).ok()
+    assert message in first[1] and message.startswith("noise scale: critical batch about ")
     message = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
     assert (
         message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"

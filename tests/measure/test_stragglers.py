@@ -97,7 +97,7 @@ def _events(
         return [json.loads(line) for line in lines if '"straggler"' in line and line.endswith("}")]
 
     def stop_after_a_report() -> None:
-        while not ended.wait(0.5):
+        while not ended.wait(0.1):
             if reports():
                 (folder / "run" / "STOP").touch()
                 return

@@ -25,7 +25,7 @@ from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import described
 from oneloop.tasks.image_settings import Augmentation, RandomCrop, Resizing, jitter_strengths
 from own_files import images
-from worlds import after, back_to, run, train
+from worlds import after, back_to, each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.order",
@@ -321,11 +321,12 @@ def test_a_run_from_before_these_keys_continues(tmp_path):
 def test_another_batch_size_must_not_part_the_copies(tmp_path):
     words = ["digits", "--task.repeats", "4", "--track", "none", "--run.dir", "run"]
     words += ["--eval.every", "0", "--run.accept_changes", "true"]
-    run(train, [*words, "--duration", "2"], folder=tmp_path).ok()
     again = [*words, "--duration", "4", "--batch.size"]
-    world = run(train, [*again, "96"], folder=tmp_path)
-    assert world.codes == [2] and "128 samples are not a multiple of batch.size 96" in world.output
-    run(train, [*again, "32"], folder=tmp_path).ok()
+    several = [[*words, "--duration", "2"], [*again, "96"], [*again, "32"]]
+    ((first, wrong, last),) = run(each_message, several, folder=tmp_path).ok()
+    assert first[0] == 0, first
+    assert wrong[0] == 2 and "128 samples are not a multiple of batch.size 96" in wrong[1], wrong
+    assert last[0] == 0, last
 
 
 BAD = {

@@ -32,7 +32,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.range_file",
 )
 
-ROWS = 32  # of a group
+ROWS = 16  # of a group, with one step
+SIZE = 3000  # bytes of a row
 GROUPS = 100
 WINDOW = 1  # megabytes: two lanes of ten groups; the host keeps 40 groups
 BATCH = 16
@@ -47,8 +48,8 @@ def store(tmp_path_factory):
         numbers = np.arange(GROUPS * ROWS // 2) + part * GROUPS * ROWS // 2
         table = pyarrow.table(
             {
-                "x": pyarrow.array([random.bytes(1500) for _ in numbers]),
-                "unused": pyarrow.array([random.bytes(700) for _ in numbers]),
+                "x": pyarrow.array([random.bytes(SIZE) for _ in numbers]),
+                "unused": pyarrow.array([random.bytes(1400) for _ in numbers]),
                 "y": numbers,
             }
         )
@@ -159,7 +160,7 @@ def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
 
     # One epoch was fetched once, and the first windows of the next. (Each group has two ranges.)
     ranges = Counter((one.name, one.start) for one in chunks(store))
-    ahead = budget // (1500 * ROWS)
+    ahead = budget // (SIZE * ROWS)
     assert len(ranges) == 2 * GROUPS
     assert sum(ranges.values()) <= 2 * (1.03 * GROUPS + ahead)
     assert gone(tmp_path)

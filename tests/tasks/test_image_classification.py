@@ -23,7 +23,7 @@ from oneloop.tasks.augmentation import Blended, prepared
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_settings import Augmentation, Resizing
 from own_files import images
-from worlds import run, train
+from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.seeded_samples",
@@ -56,21 +56,12 @@ ALL += [
 LAYOUTS = [("single", 1, 4), ("ddp", 2, 2), ("fsdp2", 2, 1)]
 
 
-def gradients(
-    folder: Path,
-    dtype: str,
-    *,
-    config: str = "single",
-    ranks: int = 1,
-    accumulate: int = 1,
-    steps: int = 1,
-):
-    """Return the weights after plain SGD with learning rate 1: one step subtracts the gradient."""
-    folder.mkdir()
+def one_step(folder: Path, dtype: str, *, ranks: int = 1, accumulate: int = 1) -> list[str]:
+    """Return the words of plain SGD with learning rate 1: one step subtracts the gradient."""
     words = [
         "digits",
         "--duration",
-        str(steps),
+        "1",
         "--batch.size",
         "16",
         "--batch.micro",
@@ -96,9 +87,12 @@ def gradients(
         "--track",
         "none",
     ]
-    words += ["--machine.dtype", dtype, *ALL, "--run.dir", str(folder / "run")]
-    run(train, words, ranks=ranks, config=config).ok()
-    return load_file(folder / "run" / "final" / "model.safetensors")
+    words += ["--eval.micro", "128", "--save.every", "0", "--log.noise_scale", "false"]
+    return [*words, "--machine.dtype", dtype, *ALL, "--run.dir", str(folder)]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "final" / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -117,13 +111,23 @@ def test_the_gradients_are_those_of_any_split(tmp_path, dtype, bound, layouts):
     task = ImageClassification(mixup=0.4)
     torch.manual_seed(key(0))
     first = task.model().state_dict()
-    whole = gradients(tmp_path / "whole", dtype)
+
+    # One process trains the whole batch, and then its micro-batches.
+    alone = [one_step(tmp_path / "whole", dtype)]
+    for config, ranks, accumulate in layouts:
+        words = one_step(tmp_path / config, dtype, ranks=ranks, accumulate=accumulate)
+        if ranks == 1:
+            alone.append(words)
+        else:
+            run(train, words, ranks=ranks, config=config).ok()
+    (found,) = run(each_message, alone).ok()
+    assert [code for code, _ in found] == [0] * len(alone), found
+
+    whole = weights(tmp_path / "whole")
     largest = max((whole[name] - first[name]).abs().max() for name in whole)
     assert largest > 1e-3
-    for config, ranks, accumulate in layouts:
-        split = gradients(
-            tmp_path / config, dtype, config=config, ranks=ranks, accumulate=accumulate
-        )
+    for config, _, _ in layouts:
+        split = weights(tmp_path / config)
         worst = max((whole[name] - split[name]).abs().max() for name in whole)
         assert worst / largest < bound, (config, worst / largest)
 
@@ -323,6 +327,7 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
         "run",
     ]
     words += ["--log.every", "20", "--log.noise_scale", "false", "--save.every", "0"]
+    words += ["--eval.micro", "64"]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/accuracy"] > 0.8

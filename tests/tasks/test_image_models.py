@@ -110,15 +110,11 @@ FROZEN = {
 }
 
 
-BOTH = [
-    (name, *split)
-    if (name, split[0]) == ("transformers", "single")
-    else pytest.param(name, *split, marks=pytest.mark.slow)
-    for name in FROZEN
-    for split in LAYOUTS
-]
+BOTH = [(name, *split) for name in FROZEN for split in LAYOUTS]
 
 
+# By default, test_own_texts.py does the same with a language model.
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "ranks"), BOTH)
 def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from(
     tmp_path, name, config, ranks

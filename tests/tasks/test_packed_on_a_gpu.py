@@ -88,16 +88,24 @@ def planned_step(folder: Path, kind: str, layout: str, mode: str, capability) ->
     return run(one_step, words, ranks, capability, config=layout, options=options).ok()[0]
 
 
+def each_capability(words: list[str], ranks: int) -> list[dict[str, Any]]:
+    """Plan the step on a GPU that has the kernel, and on one that lacks it."""
+    return [one_step(words, ranks, capability) for capability in (AMPERE, TURING)]
+
+
 @pytest.fixture(scope="module")
-def kernel_step(tmp_path_factory) -> dict[str, Any]:
-    """Plan the quick cell, on a GPU that has the kernel."""
-    return planned_step(tmp_path_factory.mktemp("kernel"), *QUICK[0], AMPERE)
+def quick_steps(tmp_path_factory) -> list[dict[str, Any]]:
+    """Return what the quick cell takes with the kernel, and with masks. One process plans both."""
+    ((kind, layout, mode),) = QUICK
+    words = [*packed_words(tmp_path_factory.mktemp("quick"), kind), "--machine.recompute", mode]
+    options = ["--mixed_precision", "bf16"]
+    return run(each_capability, words, 1, config=layout, options=options).ok()[0]
 
 
 @pytest.mark.parametrize(("kind", "layout", "mode"), CELLS)
 def test_packed_rows_in_bf16_use_the_kernel_without_masks(request, tmp_path, kind, layout, mode):
     if (kind, layout, mode) in QUICK:
-        step = request.getfixturevalue("kernel_step")
+        step = request.getfixturevalue("quick_steps")[0]
     else:
         step = planned_step(tmp_path, kind, layout, mode, AMPERE)
     for operator in (KERNEL, BACKWARD):
@@ -105,9 +113,9 @@ def test_packed_rows_in_bf16_use_the_kernel_without_masks(request, tmp_path, kin
     assert not [name for name in step["operators"] if "tril" in name or "scaled_dot" in name]
 
 
-def test_a_plan_counts_the_operations_and_buffers_of_the_kernel(tmp_path, kernel_step):
+def test_a_plan_counts_the_operations_and_buffers_of_the_kernel(quick_steps):
     """Operations are those of attention over whole rows, as with masks."""
-    with_masks = planned_step(tmp_path, *QUICK[0], TURING)
+    kernel_step, with_masks = quick_steps
     assert KERNEL not in with_masks["operators"]
     assert kernel_step["operations"] == with_masks["operations"]
 

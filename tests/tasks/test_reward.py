@@ -40,12 +40,12 @@ task:
   length: 48
   margin: margin
   centering: 0.01
-duration: 12
+duration: 6
 batch: {size: 16}
 optimizer: {name: sgd, lr: 0.02}
 log: {every: 1, noise_scale: false}
-eval: {every: 6, samples: 4}
-save: {every: 6}
+eval: {every: 3, samples: 4}
+save: {every: 3}
 """
 
 
@@ -159,9 +159,9 @@ def test_with_a_grain_it_is_bit_identical_also_after_a_kill(tmp_path):
         if config == "ddp":
             # Begin on one process, and resume on two.
             run(train, words, folder=folder).ok()
-            unfinished(folder / "run", 6)
+            unfinished(folder / "run", 3)
         run(train, words, config=config, ranks=ranks, folder=folder).ok()
-        found.append((weights(folder), metrics(folder)[6:]))
+        found.append((weights(folder), metrics(folder)[3:]))
     for other, last in found[1:]:
         assert all(torch.equal(tensor, other[name]) for name, tensor in found[0][0].items())
         assert last == found[0][1]

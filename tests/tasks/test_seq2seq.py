@@ -182,7 +182,7 @@ def test_texts_files_and_predictions(tmp_path: Path) -> None:
     a_model(tmp_path / "model", "T5")
     data_in(tmp_path)
     more = ["--eval.generate", "all", "--eval.micro", "8", "--task.prefix", "say "]
-    more += ["--task.source", "digits", "--task.target", "english", "--duration", "60"]
+    more += ["--task.source", "digits", "--task.target", "english", "--duration", "40"]
     more += ["--task.target_length", "32", "--optimizer.lr", "1e-2", "--log.every", "20"]
     run(train, words(*more), folder=tmp_path).ok()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
