@@ -60,18 +60,25 @@ class Writes:
         beams: of the beam search.
         fails: the number of the batch for which generating fails (0: none).
         length: most tokens of a text.
+        layers: of the model.
     """
 
     unit = "tokens"
     progress: Any = None
 
     def __init__(
-        self, held_out: int = 13, beams: int = 1, fails: int = 0, length: int = 12
+        self,
+        held_out: int = 13,
+        beams: int = 1,
+        fails: int = 0,
+        length: int = 12,
+        layers: int = 2,
     ) -> None:
         self.held_out = held_out
         self.beams = beams
         self.fails = fails
         self.length = length
+        self.layers = layers
         self.calls = 0
 
     def train_set(self) -> Sentences:
@@ -137,7 +144,7 @@ class Copies(Writes):
             d_model=16,
             d_kv=8,
             d_ff=32,
-            num_layers=2,
+            num_layers=self.layers,
             num_heads=2,
             dropout_rate=0.0,
             pad_token_id=PAD,
@@ -163,8 +170,8 @@ class Careless(Copies):
             in the first evaluation.
     """
 
-    def __init__(self, mistake: str = "", length: int = 12) -> None:
-        super().__init__(length=length)
+    def __init__(self, mistake: str = "", length: int = 12, layers: int = 2) -> None:
+        super().__init__(length=length, layers=layers)
         self.mistake = mistake
 
     def generate(self, model: Any, batch: dict[str, Tensor]) -> Any:
@@ -198,7 +205,7 @@ class Continues(Writes):
             vocab_size=WORDS,
             hidden_size=16,
             intermediate_size=32,
-            num_hidden_layers=2,
+            num_hidden_layers=self.layers,
             num_attention_heads=2,
             pad_token_id=PAD,
             max_position_embeddings=64,

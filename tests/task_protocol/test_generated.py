@@ -22,6 +22,7 @@ def words(folder: Path, task: str, *more: str) -> list[str]:
     recipe = folder / "recipe.yaml"
     recipe.write_text(f"task: writers.{task}\n")
     settings = {
+        "task.layers": "1",
         "duration": "4",
         "batch.size": "12",
         "eval.every": "2",
@@ -130,7 +131,7 @@ def test_texts_and_metrics_are_equal_on_every_layout(
     else:
         trained(top / "one", task, *SHORT, *EIGHT)
     one = top / "one"
-    texts, score = by_hand(one, getattr(writers, writer)(length=8))
+    texts, score = by_hand(one, getattr(writers, writer)(length=8, layers=1))
     assert texts_of(one) == dict(enumerate(texts))
     assert len(set(texts)) > 3 and len({len(text.split()) for text in texts}) > 2
     (*_, last) = evaluations(one)
@@ -151,7 +152,7 @@ def test_beams_and_a_rank_without_samples(tmp_path: Path) -> None:
     two = tmp_path / "two"
     trained(two, "Copies", *more, ranks=2, config="fsdp2")
     chosen = [0, 4, 8]
-    texts, score = by_hand(two, writers.Copies(beams=2, length=4), chosen)
+    texts, score = by_hand(two, writers.Copies(beams=2, length=4, layers=1), chosen)
     assert texts_of(two) == dict(zip(chosen, texts, strict=True))
     assert evaluations(two)[-1]["eval/chrf"] == pytest.approx(score, rel=1e-6)
 

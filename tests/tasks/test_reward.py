@@ -34,7 +34,7 @@ RECIPE = """
 task:
   name: reward
   data: data
-  layers: 2
+  layers: 1
   width: 32
   heads: 4
   length: 48
@@ -291,7 +291,7 @@ def test_padding_and_the_end_token_do_not_change_rewards(tmp_path, pad):
 def test_adapters_and_the_head_are_trained_and_load_in_peft(tmp_path, dtype):
     from peft import AutoPeftModelForSequenceClassification
 
-    base = a_llama(tmp_path / "base")
+    base = a_llama(tmp_path / "base", num_hidden_layers=1)
     if dtype == "bfloat16":
         model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
         model.save_pretrained(base)

@@ -43,14 +43,14 @@ def a_model(folder: Path, kind: str, **more: Any) -> Path:
     torch.manual_seed(1)
     common = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1} | more
     if kind == "T5":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
         start = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
         config = transformers.T5Config(**{**common, **sizes, **start, **more})
         model: Any = transformers.T5ForConditionalGeneration(config)
     else:
         sizes = {"d_model": 32, "max_position_embeddings": 64, "bos_token_id": 1}
         for side in ("encoder", "decoder"):
-            sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+            sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
         start = {"decoder_start_token_id": 1, "dropout": 0.0, "forced_eos_token_id": None}
         config = getattr(transformers, f"{kind}Config")(**{**common, **sizes, **start, **more})
         names = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
