@@ -186,6 +186,17 @@ WRONG = [
 ]
 
 
+def long_answers(folder: Path) -> list[str]:
+    """Write chats with long answers; return the keys of a recipe that trains on them."""
+    lines = []
+    for number in range(100):
+        question = {"role": "user", "content": f"{number}?"}
+        answer = {"role": "assistant", "content": " ".join(f"{number + 7 * k}" for k in range(40))}
+        lines.append(json.dumps({"messages": [question, answer]}) + "\n")
+    (folder / "long.jsonl").write_text("".join(lines))
+    return ["--task.data", str(folder / "long.jsonl")]
+
+
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any, str]]:
     """Return the folder of the run, exit code and output of each wrong input.
@@ -197,9 +208,10 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any, 
     folders = [top / f"run-{number}" for number in range(len(WRONG))]
     # The packaged texts and chats would take seconds.
     data_of = {"sft": few_chats(top), "gpt": ["--task.data", str(SOURCE)]}
+    long = long_answers(top)
     several = []
     for (recipe, more, _), folder in zip(WRONG, folders, strict=True):
-        data = [] if "--task.length" in more else data_of.get(recipe, [])
+        data = long if "--task.length" in more else data_of.get(recipe, [])
         several.append([recipe, *common, *data, "--run.dir", str(folder), *more])
     (found,) = run(each_message, several, folder=top).ok()
     return [(folder, *ended) for folder, ended in zip(folders, found, strict=True)]
