@@ -94,7 +94,9 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
     ],
 )
 def test_the_known_value(ranks, config, accumulate, ragged, each_batch, scaled):
-    world = run(measured, accumulate, ragged, each_batch, scaled, 600, ranks=ranks, config=config)
+    # The slow cases are noisier.
+    steps = 600 if ranks == 1 and not scaled else 1200
+    world = run(measured, accumulate, ragged, each_batch, scaled, steps, ranks=ranks, config=config)
     # tr(S) / |G|^2 = 10 units of loss; a sample has 3 units on average.
     expected = WIDTH / DISTANCE**2 / 3
     for found in world.ok():
