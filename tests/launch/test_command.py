@@ -47,17 +47,16 @@ def check_variables(precision: str, own: dict[str, str], found: dict[str, str]) 
     assert ours == expected | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
-@pytest.mark.parametrize("precision", ["no"])
-def test_one_process_gets_the_variables_that_accelerate_sets(monkeypatch, precision):
+def test_one_process_gets_the_variables_that_accelerate_sets(monkeypatch):
     # These two functions of accelerate's launcher make the environment of one process.
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    args = launch_command_parser().parse_args(launch_words(precision))
+    args = launch_command_parser().parse_args(launch_words("no"))
     args, _, _ = _validate_launch_command(args)
     _, found = prepare_simple_launcher_cmd_env(args)
     own = dict(os.environ)
     monkeypatch.undo()
     assert own != found
-    check_variables(precision, own, found)
+    check_variables("no", own, found)
 
 
 @pytest.mark.slow
