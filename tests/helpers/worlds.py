@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 import forked_writer
-from oneloop.checkpoint import writing_process
 from suite_costs import SPENT, STARTED
 from world_server import Forked
 
@@ -95,8 +94,9 @@ def run(
     watch = (
         (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
     )
-    # The writing process is forked, too, but where it is the subject of the test.
-    forks = "tests/checkpoint/" not in os.environ.get("PYTEST_CURRENT_TEST", "")
+    # The writing process is forked, too, unless a test is about it, or about all children.
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    forks = not any(place in test for place in ("tests/checkpoint/", "tests/run/test_fit.py"))
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
     STARTED["worlds"] += 1
@@ -151,8 +151,6 @@ def _child(
     forks: bool,
 ) -> None:
     os.environ.update(env)
-    if forks:
-        writing_process.start = forked_writer.start
     # its child processes do not use the forkserver
     multiprocessing.set_start_method("fork", force=True)
     if folder:
@@ -167,6 +165,8 @@ def _child(
         from oneloop.launch.before_imports import supervised
 
         supervised()
+    if forks:
+        forked_writer.prepare()
 
     torch.set_num_threads(1)
     code = 0
