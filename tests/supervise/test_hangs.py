@@ -179,7 +179,7 @@ READ = {  # of these, the sample is named
     "worker": ": data worker 0 reads sample ",
     "collate": ": it collates a batch",
 }
-DEFAULT = {("frozen base", "single")}
+DEFAULT = {("evaluation", "single")}
 CELLS = [
     pytest.param(
         place,
@@ -222,6 +222,8 @@ def slow_run(
 def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
     # What is read must be in a report before the limit, and reports come twice a second.
     patience, seconds = (0.2, 6 * SHORT) if place in READ else (0.1, 4 * SHORT)
+    if (place, config) in DEFAULT:  # runs beside others, which may stop it for a second
+        patience, seconds = 0.4, 9 * SHORT
     world = slow_run(tmp_path, place, config, ranks, seconds, patience=patience)
     world.ok()
     # Reports come twice a second at any patience: one without a stack is too old.
