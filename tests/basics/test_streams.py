@@ -15,7 +15,7 @@ import pytest
 from oneloop.basics.streams import never_fail, never_failing, replace_unknown_characters
 from worlds import run, train
 
-pytestmark = pytest.mark.covers("oneloop.basics.streams")
+pytestmark = pytest.mark.covers("oneloop.basics.streams", "oneloop.train")
 
 TASK = """
 import torch
