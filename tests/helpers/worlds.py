@@ -312,11 +312,10 @@ def forget_bitsandbytes() -> None:
 
 
 def here(words: list[str]) -> None:
-    """Run ``python -m oneloop.train`` in the current folder."""
-    import sys
-
+    """Run ``python -m oneloop.train``, ``oneloop evaluate`` or ``oneloop predict`` in the current
+    folder."""
     sys.path.insert(0, "")
-    train(words)
+    (apply if words[0] in ("evaluate", "predict") else train)(words)
 
 
 def apply(words: list[str]) -> None:

@@ -17,7 +17,7 @@ from oneloop.cli import main
 from own_files import images, rows, write
 from silent_cases import unfinished
 from slow_cases import with_slow
-from worlds import CONFIGS, after, run, train
+from worlds import CONFIGS, Ended, after, each_forked, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
@@ -291,19 +291,28 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(pictures, tmp_path_factory) -> dict[str, Ended]:
+    """Run all wrong commands, each in a folder and a process of its own."""
+    commands = []
+    for name, (words, _) in BAD.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "_"))
+        for place in ("run", "data"):
+            (folder / place).symlink_to(pictures / place)
+        (folder / "others" / "zebra").mkdir(parents=True)
+        shutil.copy(next((pictures / "data").rglob("*.png")), folder / "others" / "zebra")
+        (folder / "there.csv").touch()
+        commands.append((folder, words))
+    (found,) = run(each_forked, commands).ok()
+    return dict(zip(BAD, found, strict=True))
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_is_reported(pictures, tmp_path, name):
-    words, expected_text = BAD[name]
-    for place in ("run", "data"):
-        (tmp_path / place).symlink_to(pictures / place)
-    (tmp_path / "others" / "zebra").mkdir(parents=True)
-    shutil.copy(next((pictures / "data").rglob("*.png")), tmp_path / "others" / "zebra")
-    (tmp_path / "there.csv").touch()
-    there = sorted(tmp_path.iterdir())
-    world = after(tmp_path, *words)
-    assert world.codes == [2], world.output
-    assert expected_text in world.output, world.output
-    assert sorted(tmp_path.iterdir()) == there
+def test_what_is_wrong_is_reported(ended, name):
+    _, expected_text = BAD[name]
+    assert ended[name].code == 2, ended[name].output
+    assert expected_text in ended[name].output, ended[name].output
+    assert not ended[name].changed
 
 
 def test_a_damaged_run_is_rejected(pictures, tmp_path):
