@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -905,11 +906,16 @@ def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
         while not steps_in(Bucket(address)):
             assert paused.poll() is None, paused.stdout.read()
             time.sleep(0.1)
-        os.killpg(paused.pid, signal.SIGSTOP)
+        # The writing process has a session of its own.
+        top = psutil.Process(paused.pid)
+        family = [top, *top.children(recursive=True)]
+        for process in family:
+            process.suspend()
         done = stores.trained(tmp_path / "b", "--save.mirror", address)
         done.ok()
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
-        os.killpg(paused.pid, signal.SIGCONT)
+        for process in family:
+            process.resume()
         output, _ = paused.communicate(timeout=120)
     finally:
         paused.kill()

@@ -11,6 +11,7 @@ launchers, single ranks and writing processes. The printed seed decides all rand
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -281,6 +282,17 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
     ), metrics
 
 
+def differences(found: tuple[bytes, list[tuple]], expected: tuple[bytes, list[tuple]]) -> str:
+    """Return what differs between two outcomes: the weights, and the first lines of metrics."""
+    weights = "equal" if found[0] == expected[0] else "other"
+    lines = [f"{weights} weights; {len(found[1])} lines of metrics, {len(expected[1])} expected"]
+    pairs = itertools.zip_longest(found[1], expected[1], fillvalue=())
+    for line, other in [pair for pair in pairs if pair[0] != pair[1]][:3]:
+        lines += [f"  found    {sorted(set(line) - set(other))}"]
+        lines += [f"  expected {sorted(set(other) - set(line))}"]
+    return "\n".join(lines)
+
+
 def chaos(
     recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print
 ) -> Chaos:
@@ -307,7 +319,10 @@ def chaos(
                 if done < kills and made.kill_one(folder):
                     done += 1
             made.left_alone(folder)
-            assert outcome(folder) == expected, (folder.parent / "output.txt").read_text()
+            found = outcome(folder)
+            assert found == expected, (
+                f"{differences(found, expected)}\n{(folder.parent / 'output.txt').read_text()}"
+            )
             runs += 1
             say(
                 f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims "
