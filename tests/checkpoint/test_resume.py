@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
-from worlds import CONFIGS, HERE, Ended, back_to, each_forked, run, timeless, train
+from worlds import CONFIGS, HERE, Ended, back_to, each_forked, run, timeless_log, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.background_save",
@@ -64,11 +64,6 @@ def in_turn(folder: Path, *commands: list[str]) -> list[Ended]:
     return run(each_forked, [(folder, words) for words in commands], folder=folder).ok()[0]
 
 
-def metrics(folder: Path) -> list[dict]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [timeless(line) for line in lines if line.get("event") not in ("resume", "save")]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "final" / "model.safetensors")
 
@@ -86,7 +81,7 @@ def cut(folder: Path, copy: Path, step: int) -> None:
 
 
 def same(one: Path, other: Path) -> None:
-    assert metrics(one) == metrics(other)
+    assert timeless_log(one) == timeless_log(other)
     for file in (one / "final").glob("*.safetensors"):  # with the EMA weights
         assert file.read_bytes() == (other / "final" / file.name).read_bytes()
     ends = [Store(path / "checkpoints").sealed()[-1] for path in (one, other)]
@@ -219,7 +214,7 @@ def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
         expected = steps_of(alone, 1, 0)
         assert all(sorted(by_step[step]) == sorted(expected[step]) for step in range(40))
         losses = [
-            [line["train/loss"] for line in metrics(one / "run") if "train/loss" in line]
+            [line["train/loss"] for line in timeless_log(one / "run") if "train/loss" in line]
             for one in (alone, elastic)
         ]
         assert len(losses[0]) == 40 and furthest(losses[1], losses[0]) < bound
@@ -294,7 +289,7 @@ def test_what_may_change_and_what_not(tmp_path, recipe, finished):
     assert "resuming from a/checkpoints/step-00000030" in accepted.output
     assert never.code == 2 and "run.resume is never" in never.output
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert metrics(tmp_path / "b")[-1]["step"] == 40
+    assert timeless_log(tmp_path / "b")[-1]["step"] == 40
 
 
 def test_a_checkpoints_path_starts_another_run(tmp_path, recipe, finished):
@@ -332,8 +327,11 @@ def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_continues(tmp_path
     assert again.codes == [75, 75] and not (tmp_path / "a" / "STOP").exists()
     run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
     assert distance(weights(tmp_path / "a"), weights(tmp_path / "alone")) < 1e-4
-    steps = [line["step"] for line in metrics(tmp_path / "a") if "train/loss" in line]
-    assert steps == [line["step"] for line in metrics(tmp_path / "alone") if "train/loss" in line]
+    steps, expected = (
+        [line["step"] for line in timeless_log(tmp_path / name) if "train/loss" in line]
+        for name in ("a", "alone")
+    )
+    assert steps == expected
 
 
 def _stopped_in_an_evaluation(words: list[str], number: int) -> None:
@@ -357,16 +355,16 @@ def _stopped_in_an_evaluation(words: list[str], number: int) -> None:
 def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
     words = [recipe, "--task.held_out", "40", "--eval.micro", "1", "--eval.every", "15"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    expected = metrics(tmp_path / "alone")
+    expected = timeless_log(tmp_path / "alone")
     for number in (20, 36):  # of 40 forwards with the weights, after those of the preflight check
         given = [*words, "--run.dir", "a"]
         world = run(_stopped_in_an_evaluation, given, number, folder=tmp_path)
         assert world.codes == [75], world.output
         assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 15
-        assert not [line for line in metrics(tmp_path / "a") if "eval/loss" in line]
+        assert not [line for line in timeless_log(tmp_path / "a") if "eval/loss" in line]
     assert any("eval/loss" in line and line["step"] == 15 for line in expected)
     run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
-    assert metrics(tmp_path / "a") == expected
+    assert timeless_log(tmp_path / "a") == expected
 
 
 def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe, finished):

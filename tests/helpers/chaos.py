@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import shutil
@@ -182,6 +181,11 @@ class Chaos:
         self.victims: Counter[str] = Counter()
         self.starts = 0
 
+    @property
+    def fewest(self) -> int:
+        """Return the number of kills in the phase that was hit least."""
+        return min(self.hits[phase] for phase in PHASES)
+
     def start(self, folder: Path, sync: str = "false") -> int:
         """Fork one start of the run, which writes in the training process or in a separate one."""
         self.starts += 1
@@ -271,12 +275,9 @@ def _parent(pid: int) -> int:
 def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
     """Return the final weights and EMA weights, and every logged metric that depends on the recipe
     only."""
-    from worlds import timeless
+    from worlds import timeless_log
 
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [
-        tuple(sorted(timeless(line).items())) for line in lines if line.get("event") != "resume"
-    ]
+    metrics = [tuple(sorted(line.items())) for line in timeless_log(folder, saves=True)]
     return b"".join(
         path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))
     ), metrics
@@ -294,10 +295,21 @@ def differences(found: tuple[bytes, list[tuple]], expected: tuple[bytes, list[tu
 
 
 def chaos(
-    recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print
+    recipe: str,
+    config: str,
+    ranks: int,
+    kills: int,
+    seed: int,
+    words: list[str],
+    say=print,
+    each: int = 0,
 ) -> Chaos:
     """Kill ``kills`` times, over as many runs as needed; every run must end like the undisturbed
     one.
+
+    Args:
+        each: kills in each phase. On a busy machine some come too late for their phase: up to twice
+            as many follow.
 
     Raises:
         AssertionError: a run did not resume, left an orphan, or differs.
@@ -311,12 +323,12 @@ def chaos(
         alone.parent.mkdir()
         made.left_alone(alone)
         expected = outcome(alone)
-        while done < kills:
+        while done < kills or (done < 2 * kills and made.fewest < each):
             folder = Path(scratch, "killed", "run")
             shutil.rmtree(folder.parent, ignore_errors=True)
             folder.parent.mkdir()
             for _ in range(made.chance.randrange(6, 14)):
-                if done < kills and made.kill_one(folder):
+                if (done < kills or made.fewest < each) and made.kill_one(folder):
                     done += 1
             made.left_alone(folder)
             found = outcome(folder)
@@ -342,6 +354,7 @@ def main() -> None:
     ranks = {"single": 1, "hsdp": 4}.get(config, 2)
     print(f"seed {given.seed}, {config}, {ranks} ranks", flush=True)
     began = time.monotonic()
+    each = 10 if given.kills >= 100 else 0
     made = chaos(
         given.recipe,
         config,
@@ -350,15 +363,13 @@ def main() -> None:
         given.seed,
         words or list(WORDS),
         say=lambda text: print(text, flush=True),
+        each=each,
     )
     print(
         f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, "
         f"{time.monotonic() - began:.0f} s"
     )
-    for phase in PHASES:
-        assert given.kills < 100 or made.hits[phase] >= 10, (
-            f"{phase} was hit {made.hits[phase]} times only"
-        )
+    assert made.fewest >= each, f"a phase was hit less than {each} times: {made.hits}"
 
 
 WORDS = (

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
-from worlds import run, train
+from worlds import run, timeless_log, train
 
 SPLITS = ((1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2"))
 """(ranks, config)"""
-TIMED = ("time", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
 
 
 def digest(folder: Path) -> dict[str, str]:
@@ -24,16 +23,9 @@ def digest(folder: Path) -> dict[str, str]:
     for place in (newest, folder / "final"):
         for name, value in _tensors(place).items():
             found[f"{place.name if place.name == 'final' else 'state'}:{name}"] = value
-    for number, line in enumerate(lines(folder)):
+    for number, line in enumerate(timeless_log(folder)):
         found[f"line {number}"] = json.dumps(line, sort_keys=True)
     return found
-
-
-def lines(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl without times, stops and starts."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in records]
-    return [line for line in kept if line.get("event") not in ("resume", "save", "straggler")]
 
 
 def _tensors(folder: Path) -> dict[str, str]:

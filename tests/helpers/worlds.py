@@ -8,6 +8,7 @@ launch``.
 from __future__ import annotations
 
 import itertools
+import json
 import multiprocessing
 import os
 import pickle
@@ -196,8 +197,22 @@ def _wait_for_others(scratch: Path, ranks: int, seconds: float = 10.0) -> None:
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
     """Return a metrics line without times and memory: the values that depend on the recipe only."""
-    timed = ("time", "train/samples_per_second", "speed/", "share/", "memory/")
+    timed = ("time", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
     return {name: value for name, value in line.items() if not name.startswith(timed)}
+
+
+def timeless_log(folder: Path, *, saves: bool = False) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are equal in each repetition of a run.
+
+    A start adds a line, and so does a rank that another program slows down.
+
+    Args:
+        folder: the run folder.
+        saves: keep the lines of saves.
+    """
+    others = {"resume", "straggler"} | (set() if saves else {"save"})
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [timeless(line) for line in lines if line.get("event") not in others]
 
 
 def train(argv: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import same_bits
 import whole_batches
 from oneloop.cli import main
-from worlds import back_to, run, timeless, train
+from worlds import back_to, run, timeless_log, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.retrieval_metrics",
@@ -248,11 +248,6 @@ COMMON += [
 ]
 
 
-def lines(folder: Path) -> list[dict]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [timeless(line) for line in found if line.get("event") not in ("resume", "save")]
-
-
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=SLOW)])
 def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(
     tmp_path, monkeypatch, layout
@@ -304,7 +299,7 @@ def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(
         assert all(
             torch.equal(value, other[key]) for other in others for key, value in first.items()
         )
-    first, *others = (lines(tmp_path / folder) for folder in FOLDERS)
+    first, *others = (timeless_log(tmp_path / folder) for folder in FOLDERS)
     logged = {name for line in first for name in line}
     assert {
         "train/loss",
@@ -390,7 +385,7 @@ def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
             train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path
         )
         assert world.codes == [0] * ranks, world.output
-    one, two = (lines(tmp_path / config) for config in ("single", "ddp"))
+    one, two = (timeless_log(tmp_path / config) for config in ("single", "ddp"))
     task = whole_batches.Contrast("infonce")
     model, dataset = task.model(), task.eval_sets()["validation"]
     weights = load_file(tmp_path / "single/final/model.safetensors")
@@ -586,7 +581,7 @@ def test_compiled_passes_draw_the_same_numbers(tmp_path, how):
     ]
     world = run(train, [*words, "--run.dir", "run"], folder=tmp_path, timeout=500.0)
     assert world.codes == [0], world.output
-    losses = [line["train/loss"] for line in lines(tmp_path / "run") if "train/loss" in line]
+    losses = [line["train/loss"] for line in timeless_log(tmp_path / "run") if "train/loss" in line]
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 
