@@ -60,7 +60,7 @@ class Units:
                     if "post_backward" not in vars(group):  # units may share a group
                         held += self._watch_group(group, names)
                 self._watch_unit(module, bare_name(name), held)
-        self.used = [False] * len(self.parameters)
+        self.forget()
 
     def closely(self, on: bool) -> None:
         """Compare contents in the next step, or only version counters. Contents: host sync."""
@@ -98,7 +98,8 @@ class Units:
         if self._state is None:
             return
         for name, one in held:
-            whole = getattr(one, "_unsharded_param", None)
+            # There is no whole one before the first forward.
+            whole = getattr(one, "_unsharded_param", one.sharded_param)
             if not (_is_registered(one, one.sharded_param) or _is_registered(one, whole)):
                 raise Inexact(changed(f"parameter {name}"))
 
@@ -145,16 +146,16 @@ class Units:
 
         # Outside of the unit's forward (in the loss, or in a hook), FSDP2 would drop a change.
         for name, one in held:
-            whole = getattr(one, "_unsharded_param", None)
             before = self._entered.pop(name, None)
-            if before is None or whole is None or self._state is None:
+            if before is None or self._state is None:
                 continue
+            whole = one._unsharded_param
             if whole.untyped_storage().size() and self._state(whole) != before:
                 raise Inexact(changed(f"parameter {name}"))
         post_backward(*given)
 
     def forget(self) -> None:
-        """Drop what is recorded of forwards and backwards that train nothing."""
+        """Drop what is recorded, as after a step, or after passes that train nothing."""
         self.calls = []
         self.used = [False] * len(self.parameters)
         self._entered = {}
@@ -171,8 +172,7 @@ class Units:
             unused = [name for name, used in zip(self._names, self.used) if not used]
         self.last = self.calls, unused
         ran = hash((*map(_number, self.calls), -1, *map(_number, unused)))
-        self.calls = []
-        self.used = [False] * len(self.parameters)
+        self.forget()
         return [ran % modulus for modulus in _MODULI]
 
 
@@ -246,10 +246,16 @@ def content(tensor: Tensor) -> int:
     return int(tensor_hash(tensor))
 
 
-def _is_registered(one: Any, tensor: Tensor | None) -> bool:
-    """Return whether a tensor is what the module of an FSDP2 parameter has registered."""
+def _is_registered(one: Any, tensor: Tensor) -> bool:
+    """Return whether a tensor is what the module of an FSDP2 parameter has registered.
+
+    A forward of bitsandbytes registers another object for a frozen parameter, in the same memory.
+    """
     info = one._module_info
-    return tensor is not None and info.module._parameters.get(info.param_name) is tensor
+    found = info.module._parameters.get(info.param_name)
+    if found is None or found.requires_grad:
+        return found is tensor
+    return found is tensor or found.data_ptr() == tensor.data_ptr() != 0
 
 
 def _number(text: str) -> int:
