@@ -36,6 +36,7 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
 HELPERS = Path(__file__).parent / "helpers"
 SELECTED = "ONELOOP_TESTS_SELECTED"  # variable: the test files of --changed
 WORKER_BYTES = 1_700_000_000  # of memory that a parallel worker and its worlds take at most
+SECONDS_OF_SLOW = 900  # after which a slow test counts as one that hangs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -136,4 +137,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if sys.platform != "linux" and needs_linux(item.path):
             item.add_marker(pytest.mark.skip(reason="reads files of Linux's kernel"))
+        # A slow test may run beside others, and its time is no claim.
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS_OF_SLOW))
     longest_first(items)

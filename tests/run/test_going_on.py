@@ -687,7 +687,7 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
         tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null"
     )
     assert ended.stdout.split()[-3:] == ["code", "2", "full"], ended.stdout + ended.stderr
-    assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
+    assert "the run needs about" in ended.stderr and "are free on its disk" in ended.stderr
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def cached() -> int:
     return sum(sizes)
 
 
-def gone(cache: Path, seconds: float = 30.0) -> bool:
+def gone(cache: Path, seconds: float = 120.0) -> bool:
     """Return whether the fetcher and its folder go."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -210,7 +210,15 @@ def test_a_fetcher_that_is_killed_ends_the_run(store, tmp_path, workers):
 
 
 def read_and_be_killed(workers: int) -> None:
-    threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    """Read until the process is killed, some steps after the first row group has come."""
+
+    def kill() -> None:
+        while not cached():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
     read(workers, 0, 5000, 0.02)
 
 

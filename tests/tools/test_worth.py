@@ -33,8 +33,8 @@ SHORT = ["--rounds", "1", "--seconds", "0.01"]
 class Fails(ImageClassification):
     """Digits that fail as requested if gradients are accumulated (in smaller micro-batches)."""
 
-    def __init__(self, how: str = "raise", **options) -> None:
-        super().__init__(**options)
+    def __init__(self, how: str = "raise", **others) -> None:
+        super().__init__(**others)
         self.how = how
 
     def loss(self, model, batch):
