@@ -203,7 +203,7 @@ def test_whole_weights_replace_adapters_of_an_earlier_push(trained, tmp_path):
 def test_what_goes_wrong_on_the_way_is_reported(trained, tmp_path, capsys):
     run, whole = str(trained / "run"), str(trained / "whole" / "run")
     for words, expected_text in (
-        ([run, "--push", "so me/thing"], "is no name of a repository (ORG/NAME)"),
+        ([run, "--push", "so me/thing"], "is not a repository name (ORG/NAME)"),
         (
             [run, "--to", str(tmp_path / "here"), "--public"],
             "--public and --license are of a repository of the hub",
