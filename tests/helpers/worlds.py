@@ -330,7 +330,7 @@ def here(words: list[str]) -> None:
     """Run ``python -m oneloop.train``, ``oneloop evaluate`` or ``oneloop predict`` in the current
     folder."""
     sys.path.insert(0, "")
-    (apply if words[0] in ("evaluate", "predict") else train)(words)
+    (apply if words[:1] in (["evaluate"], ["predict"]) else train)(words)
 
 
 def apply(words: list[str]) -> None:
