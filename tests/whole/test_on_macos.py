@@ -276,7 +276,7 @@ def test_a_task_that_cannot_be_sent_gets_a_message(task, name, named):
     message = found.stderr.splitlines()[-1]
     assert message.startswith("oneloop: the task or its data cannot be sent to data workers: ")
     assert named in message
-    assert "--machine.workers 0" in message
+    assert "machine.workers 0" in message
     assert not (task / "run").exists()
     assert command(task, *start).returncode == 0  # without workers
 
