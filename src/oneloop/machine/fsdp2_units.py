@@ -98,7 +98,7 @@ class Units:
         if self._state is None:
             return
         for name, one in held:
-            # There is no whole one before the first forward.
+            # FSDP2 makes the whole parameter in the first forward.
             whole = getattr(one, "_unsharded_param", one.sharded_param)
             if not (_is_registered(one, one.sharded_param) or _is_registered(one, whole)):
                 raise Inexact(changed(f"parameter {name}"))
@@ -249,13 +249,17 @@ def content(tensor: Tensor) -> int:
 def _is_registered(one: Any, tensor: Tensor) -> bool:
     """Return whether a tensor is what the module of an FSDP2 parameter has registered.
 
-    A forward of bitsandbytes registers another object for a frozen parameter, in the same memory.
+    A forward of bitsandbytes registers another object for a frozen parameter, which has the same
+    memory, shape and strides.
     """
     info = one._module_info
     found = info.module._parameters.get(info.param_name)
-    if found is None or found.requires_grad:
-        return found is tensor
-    return found is tensor or found.data_ptr() == tensor.data_ptr() != 0
+    return found is tensor or (
+        found is not None
+        and not found.requires_grad
+        and found.data_ptr() == tensor.data_ptr() != 0  # 0: a DTensor
+        and found.is_set_to(tensor)
+    )
 
 
 def _number(text: str) -> int:
