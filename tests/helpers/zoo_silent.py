@@ -488,6 +488,25 @@ class ReplacedParameter(Animal):
     net = ReplacedNet
 
 
+class TransposedNet(PlainNet):
+    """Each forward registers a frozen square weight transposed, in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(3, 3, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            transposed = self.mix.weight.detach().t()
+            self.mix.weight = nn.Parameter(transposed, requires_grad=False)
+        return self.mix(super().forward(x))
+
+
+@silent("C", **parameter("mix.weight"))
+class TransposedInForward(Animal):
+    net = TransposedNet
+
+
 class GrowingNet(PlainNet):
     """Progressive growing: the 9th forward adds a layer, which no optimizer knows."""
 
