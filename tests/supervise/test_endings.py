@@ -623,7 +623,7 @@ def test_a_killed_supervisor_is_reported(folder):
     output = process.communicate(timeout=120)[1]
     assert (
         process.returncode == 1
-        and "oneloop: error: a training process and its supervisor were killed" in output
+        and "oneloop: error: a process of this run was killed from outside" in output
     )
 
 

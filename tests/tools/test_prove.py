@@ -318,7 +318,7 @@ def test_from_the_command_line_with_the_launcher(tmp_path):
         [sys.executable, "-m", "oneloop", *words], cwd=tmp_path, capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.startswith(
-        "equal: ddp on 2 processes trains as one process does"
+        "equal: ddp on 2 processes trains like one process"
     )
     assert list(tmp_path.iterdir()) == []
 
