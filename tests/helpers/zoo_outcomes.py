@@ -74,7 +74,7 @@ class Outcome:
             if line.strip() and not line.startswith("--- rank")
         ]
         # due to low patience
-        lines = [line for line in lines if "but did not leave" not in line] or lines
+        lines = [line for line in lines if "but does not exit" not in line] or lines
         errors = [
             n
             for n, line in enumerate(lines)
