@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import psutil
+
 from worlds import run, train
 
 RECIPE = (
@@ -28,3 +30,19 @@ LAUNCHERS = {
     "oneloop": [sys.executable, "-m", "oneloop", "launch"],
     "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"],
 }
+
+
+def supervisors(launcher: int) -> list[psutil.Process]:
+    """Return the supervisors, one per rank, that a launcher (process id) has started."""
+    family = psutil.Process(launcher).children(recursive=True)
+    # Launchers have the name of the program among their arguments, too.
+    trainers = [
+        process
+        for process in family
+        if "oneloop.train" in (words := process.cmdline())
+        and not any("launch" in word for word in words)
+    ]
+
+    # Each supervisor has one child, the training process.
+    pids = {process.pid for process in trainers}
+    return [process for process in trainers if process.ppid() not in pids]

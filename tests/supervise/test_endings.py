@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from endings import LAUNCHERS, RECIPE, faulty, summary
+from endings import LAUNCHERS, RECIPE, faulty, summary, supervisors
 from worlds import CONFIGS, run, train
 
 pytestmark = pytest.mark.covers(
@@ -615,10 +615,7 @@ def test_a_killed_supervisor_is_reported(folder):
         command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True
     )
     _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
-    family = psutil.Process(process.pid).children(recursive=True)
-    supervisor = next(
-        one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
-    )
+    (supervisor,) = supervisors(process.pid)
     supervisor.kill()
     output = process.communicate(timeout=120)[1]
     assert (

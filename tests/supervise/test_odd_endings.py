@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from endings import LAUNCHERS, RECIPE, faulty, summary
+from endings import LAUNCHERS, RECIPE, faulty, summary, supervisors
 from worlds import CONFIGS, run, train
 
 pytestmark = pytest.mark.covers(
@@ -211,12 +211,8 @@ def test_a_watching_process_is_killed(folder, rank):
     )
     until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)
-    ours = [
-        one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
-    ]
-    pids = {one.pid for one in ours}
-    watchers = [one for one in ours if one.ppid() not in pids]
-    next(one for one in watchers if one.environ()["RANK"] == str(rank)).kill()
+    watching = {one.environ()["RANK"]: one for one in supervisors(process.pid)}
+    watching[str(rank)].kill()
     assert process.wait(120) == 1
     assert not psutil.wait_procs(family, 15)[1]
     assert f"rank {rank} and its supervisor process were killed" in summary(folder)["exit_reason"]
