@@ -198,6 +198,7 @@ def test_a_hub_and_a_web_server(disk, expected, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it starts the launcher 20 to 30 times
 def test_twenty_kills_with_changing_layouts(s3, disk, tmp_path):
     long = TEXTS.replace("--duration 80", "--duration 400")
     long = long.replace("--save.every 20", "--save.every 4")
