@@ -905,9 +905,16 @@ class EverySixthNet(BufferNet):
             self.center.lerp_(x.mean(0), 0.1)
 
 
-@animal(**BUFFERS)
+@animal(
+    plain=BUFFERS["plain"],
+    grain=BUFFER + rejected("additive") + stopped("model.calls"),
+)
 class EverySixth(Animal):
-    """A buffer that changes at every sixth forward, after the preflight check."""
+    """A buffer that changes at every sixth forward.
+
+    Depending on the layout, that is in the preflight check, in a step, or in the repeat of a
+    micro-batch, which names the number of calls.
+    """
 
     net = EverySixthNet
 

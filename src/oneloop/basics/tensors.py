@@ -227,14 +227,18 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tens
     return tensors
 
 
+def sharded_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules that FSDP2 shards, and gathers, as a unit; none without FSDP2."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def reshard(model: nn.Module) -> None:
     """Free the weights that FSDP2 has gathered.
 
     Only a backward does that for the root module.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for unit in sharded_units(model):
+        unit.reshard()
 
 
 def recovered(model: nn.Module) -> bool:

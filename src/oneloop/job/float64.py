@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oneloop.basics.tensors import reshard
+from oneloop.basics.tensors import reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
 
 MOST = 1_000_000_000  # bytes of the copies
@@ -57,11 +56,12 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     _reject(model)
     default = torch.get_default_dtype()
     with ExitStack() as stack:
+        for unit in sharded_units(model):
+            stack.enter_context(_without_gathering(unit))
+
         # One copy of each tensor, also if several modules share it.
         copies: dict[int, Tensor] = {}
         for module in model.modules():
-            if isinstance(module, FSDPModule):
-                stack.enter_context(_without_gathering(module))
             for name, parameter in [*module._parameters.items()]:
                 if parameter is not None:
                     copy = _copy(parameter, copies)

@@ -178,7 +178,7 @@ def start(
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1,
             sync_with_dataloader=False,
-            sync_each_batch=sharding if exact else sync_each_batch,
+            sync_each_batch=sync_each_batch and not exact,
         ),
         kwargs_handlers=[
             DistributedDataParallelKwargs(

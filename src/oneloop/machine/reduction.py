@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import dense, local
+from oneloop.basics.tensors import dense, local, sharded_units
 from oneloop.machine.layout_checks import Checks, unreduced
 
 
@@ -58,10 +57,10 @@ class Reduction:
         if isinstance(model, DistributedDataParallel):
             # torch reads annotations
             model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        self._units = sharded_units(model)
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
 
     def __enter__(self) -> None:
         self._checks.begin()
@@ -126,9 +125,14 @@ class Tree(Reduction):
         # (collective, received pieces, bucket, result) of each bucket that is not yet gathered
         self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(_Scatter(see))
+        for unit in self._units:
+            unit.set_custom_reduce_scatter(_Scatter(see))
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        # FSDP2 must reduce each leaf. On one process, accelerate would let it keep their sum.
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True, recurse=False)
 
     @torch.no_grad()
     def _take(self, *, last: bool) -> None:

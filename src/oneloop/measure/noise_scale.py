@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
+from oneloop.basics.tensors import sharded_units
 from oneloop.basics.wide_sums import on_host, wide_dtype
 
 
@@ -59,7 +59,7 @@ class Sensor:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._sharded = sharded_units(model)
         if not exact:
             for module in self._sharded:
                 module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))

@@ -16,13 +16,12 @@ import torch
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
-from oneloop.basics.tensors import local, reshard
+from oneloop.basics.tensors import local, reshard, sharded_units
 from oneloop.data.step_batches import Batch, Group, to_device
 from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
@@ -326,9 +325,7 @@ class StepCosts:
         parameters: list[Any] = [*self.model.parameters()]
         accumulated: list[Any] = []
         whole = []
-        for unit in self.model.modules():
-            if not isinstance(unit, FSDPModule):
-                continue
+        for unit in sharded_units(self.model):
             for group in unit_groups(unit):
                 for one in group.fsdp_params:
                     tensor = getattr(one, "_unsharded_param", None)
