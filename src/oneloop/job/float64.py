@@ -56,6 +56,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     _reject(model)
     default = torch.get_default_dtype()
     with ExitStack() as stack:
+        # The copies are whole, so no unit gathers.
         for unit in sharded_units(model):
             stack.enter_context(_without_gathering(unit))
 
