@@ -116,6 +116,7 @@ def update(
 
     # Queue the update. With a fused optimizer, the host does not wait to learn of bad gradients.
     set_lr(guard.optimizer, lr, momentum)
+    gradients.seed_update()
     guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
     clear_gradients(gradients.parameters)
 

@@ -33,6 +33,7 @@ from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
+from oneloop.checkpoint.optimizer_values import Settings, load_own, load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -48,8 +49,6 @@ from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
     load_tensors,
-    load_values,
-    optimizer_values,
     reject_others,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
@@ -64,7 +63,7 @@ class Checkpoints:
         origin: the base model of the frozen parameters, if a checkpoint should name it instead of
             storing them.
         complete: save all that a script may change. False: frozen parameters are written once, to
-            a folder beside ``root``; settings of parameter groups (learning rates) are not saved.
+            a folder beside ``root``.
         sync: write in the training process instead of a separate one.
         max_failures: consecutive failed saves that do not end the run.
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
@@ -92,6 +91,7 @@ class Checkpoints:
         self._forms = forms or {}
         self.rank = accelerator.process_index
         self.ranks = accelerator.num_processes
+        self.device = accelerator.device
         # rank of the first process of this host
         self._leader = self.rank - accelerator.local_process_index
         self._gloo_group: Any = None
@@ -107,15 +107,15 @@ class Checkpoints:
             origin=origin,
             once=not complete,
             rank=self.rank,
-            agree=self._gather,
+            agree=self.gather,
             say=say,
         )
         self._attempt = 0  # number of saves so far
         self.saving = SaveInProgress(
             self.store,
             rank=self.rank,
-            agree=self._gather if self.ranks > 1 else None,
-            device=accelerator.device,
+            agree=self.gather if self.ranks > 1 else None,
+            device=self.device,
             max_failures=max_failures,
             patience=patience,
             say=say,
@@ -138,6 +138,7 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
+        settings: Settings | None = None,
     ) -> str | None:
         """Start to save models and optimizers, after the previous save has finished.
 
@@ -153,6 +154,7 @@ class Checkpoints:
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
             flush: files that its state refers to, so that they must be on disk first.
+            settings: of the parameter groups, which are not saved; None: all are saved.
 
         Returns:
             The error of the previous save, equal on all ranks; None if it succeeded.
@@ -170,15 +172,15 @@ class Checkpoints:
         own: dict[str, Tensor] = {}
         listed = described(tensors)
         if moved is not None:
-            own = moved.tensors(self._gather, self._say)
-            for others in self._gather(described(own)):
+            own = moved.tensors(self.gather, self._say)
+            for others in self.gather(described(own)):
                 listed |= others
         shared = buffers_of(model, extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=shared, only_here=own)
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
-        values = optimizer_values(model, optimizer, complete=self.complete)
+        values = optimizer_values(model, optimizer, complete=self.complete, settings=settings)
         if self.complete:
             state = encoded(state)
         self._attempt += 1
@@ -257,14 +259,14 @@ class Checkpoints:
             rank=self.rank,
             leader=self._leader,
             forms=self._forms,
-            gather=self._gather,
+            gather=self.gather,
             say=self._say,
         )
         self._counts = counts
 
         self.saving.mirror(address, lease=lease, counts=counts, limit=limit)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Return a value of all ranks. Collective."""
         values: list[Any] = [value]
         if self._gloo_group is not None:
@@ -290,7 +292,7 @@ class Checkpoints:
         """
         path = self.store.root / name_of(step)
         wrong = []
-        if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
+        if self.fetcher is not None and (self._counts or not self.gather(path.is_dir())[0]):
             try:
                 path = self.fetcher.fetch(step, needs)
             except (ValueError, Unavailable) as error:
@@ -304,7 +306,7 @@ class Checkpoints:
             self._say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
-        return None if self._gather(wrong)[0] else path
+        return None if self.gather(wrong)[0] else path
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
         """Return the newest intact checkpoint, equal on all ranks; None if none exists. Collective.
@@ -331,7 +333,7 @@ class Checkpoints:
         found: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
             found = newest_intact(self.store, self._forms, self._say)
-        chosen, error = self._gather(found)[0]
+        chosen, error = self.gather(found)[0]
         return Path(chosen) if chosen else None, error
 
     def later(self, path: Path) -> list[str]:
@@ -344,7 +346,7 @@ class Checkpoints:
         steps = []
         if self.rank == 0 and not self._counts:
             steps = [step_of(sealed) for sealed in self.store.sealed()]
-        steps = self._gather(steps)[0]
+        steps = self.gather(steps)[0]
         if self.fetcher is not None:
             steps += self.fetcher.later(-1)
         return [name_of(step) for step in sorted(steps) if than is None or step > than]
@@ -378,7 +380,7 @@ class Checkpoints:
         """
         # Verify all files, except of a copy: its blocks were verified, and the rest is empty.
         fetched = folder.name.endswith(".fetched")
-        wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
+        wrong = self.gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
@@ -389,7 +391,9 @@ class Checkpoints:
         model = together(model)
         reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
+        if optimizer is not None:
+            load_own(state["optimizer"], optimizer)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
-            load_values(state["optimizer"], model, optimizer, complete=self.complete)
+            load_values(state["optimizer"], model, optimizer)
         return state

@@ -12,18 +12,31 @@ Several models and optimizers, such as those of a GAN, have names:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
-from oneloop.basics.tensors import Models, Optimizers, named, optimizer_tensors, together
+from oneloop.basics.seeds import random_states, reseed, set_random_states
+from oneloop.basics.tensors import (
+    Models,
+    Optimizers,
+    named,
+    optimizer_tensors,
+    optimizers_of,
+    together,
+)
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
+from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer
+from oneloop.checkpoint.optimizer_values import settings_of
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
@@ -32,6 +45,9 @@ from oneloop.checkpoint.state_dict import (
     model_tensors,
     reject_others,
 )
+from oneloop.checkpoint.store import step_in
+
+GENERATORS = "random generators"  # their name in a checkpoint
 
 
 class Average(Protocol):
@@ -66,9 +82,16 @@ class RunState:
             ValueError.
         moved: finds the buffers that each rank saves; None: only persistent ones of rank 0 are
             saved.
+        make: builds the optimizer of another model, for a trial on a small one
+            (:mod:`oneloop.checkpoint.optimizer_trial`); None: by its class and its defaults.
+        scheduled: names of entries of parameter groups that the loop sets before each step. A
+            checkpoint then holds only entries that the optimizer has changed itself. None: it holds
+            all entries, and the states of the random generators.
+        say: reports what could not be tried.
 
     Raises:
-        ValueError: two EMAs have one name, or models and optimizers cannot be saved by these names.
+        ValueError: two EMAs have one name, models and optimizers cannot be saved by these names, or
+            a checkpoint cannot hold the whole state of an optimizer.
     """
 
     def __init__(
@@ -81,6 +104,9 @@ class RunState:
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
         moved: MovedBuffers | None = None,
+        make: Callable[[nn.Module], Optimizer] | None = None,
+        scheduled: Collection[str] | None = None,
+        say: Callable[[str], object] = print,
     ) -> None:
         self.model = together(model)
         self.optimizer = optimizer
@@ -107,14 +133,24 @@ class RunState:
                 f"the EMAs have the names {', '.join(ema.name for ema in averages)}, with which "
                 "tensors of two EMAs have one name in a checkpoint; give them other names"
             )
-        if "optimizer" in self.parts:
+        for name in self.parts.keys() & {"optimizer", GENERATORS}:
             raise ValueError(
-                "a part has the name optimizer, which the state of the optimizer has; give it "
-                "another name"
+                f"a part has the name {name}, which the state of the {name} has; give it another "
+                "name"
             )
         self._own = own
         self._check = check
         self._moved = moved
+
+        # Try the optimizers on a small model.
+        self._settings = None if scheduled is None else settings_of(optimizer, scheduled)
+        self.draws_others = False  # whether an update draws from Python's or numpy's generator
+        for _, one in optimizers_of(optimizer):
+            like = one.param_groups[0]["params"][0]
+            tried = try_optimizer(make or partial(of_kind, one), like, scheduled)
+            self.draws_others |= tried.draws_others
+            if tried.note:
+                say(tried.note)
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the tensors of all EMAs, by their names in a checkpoint."""
@@ -168,6 +204,8 @@ class RunState:
         files: list[Path] = []
         for part in self.parts.values():
             files += getattr(part, "files", ())
+        if self._settings is None:
+            plain[GENERATORS] = checkpoints.gather(random_states(checkpoints.device))
         checkpoints.save(
             step,
             self.model,
@@ -178,6 +216,7 @@ class RunState:
             about=about,
             keep=keep,
             flush=files,
+            settings=self._settings,
         )
 
     def bytes_of_rank(self, checkpoints: Checkpoints) -> int:
@@ -284,10 +323,29 @@ class RunState:
             elif hasattr(part, "restart"):
                 part.restart()
         if checkpoints.complete:
-            _report_others(saved.keys() - {"optimizer"}, self.parts.keys(), say)
+            _report_others(saved.keys() - {"optimizer", GENERATORS}, self.parts.keys(), say)
+        if self._settings is None:
+            _restore_generators(saved.get(GENERATORS, []), checkpoints, step_in(path.name), say)
         source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path
         say(f"resuming from {source}")
         return saved
+
+
+def _restore_generators(
+    states: Sequence[Any], checkpoints: Checkpoints, step: int | None, say: Callable[[str], None]
+) -> None:
+    """Restore the states of this rank's random generators."""
+    ranks = len(states)
+    if ranks == checkpoints.ranks:
+        set_random_states(states[checkpoints.rank], checkpoints.device)
+        return
+    numbers = (torch.initial_seed(), step or 0, checkpoints.rank)
+    reseed(checkpoints.device, *numbers, others=True)
+    say(
+        f"the checkpoint has the random generators of {ranks} processes, and there are "
+        f"{checkpoints.ranks}: they are seeded by seed, step and rank, so dropout draws other "
+        "numbers than in a run without a stop"
+    )
 
 
 def _report_others(

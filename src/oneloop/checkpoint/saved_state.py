@@ -9,7 +9,7 @@ from oneloop.checkpoint.store import Store
 
 STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
-_OPTIMIZER = {"parameters": {None: dict}, "groups": [dict]}
+_OPTIMIZER = {"parameters": {None: dict}, "groups": [dict], "own": {None: dict}}
 
 _PAIRS = "keys that are not texts"
 Forms = Mapping[str, Form]

@@ -32,16 +32,14 @@ from oneloop.basics.tensors import (
 )
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
-from oneloop.checkpoint.optimizer_values import load_values, members_of, optimizer_values
+from oneloop.checkpoint.optimizer_values import members_of
 from oneloop.checkpoint.pieces import NAMES, Tensors
 
 __all__ = [
     "buffers_of",
     "described",
     "load_tensors",
-    "load_values",
     "model_tensors",
-    "optimizer_values",
     "reject_others",
     "unsavable",
 ]

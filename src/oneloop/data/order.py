@@ -6,10 +6,13 @@ Rogaway 2002).
 """
 
 import inspect
+import json
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.seeds import GOLDEN, key
 
@@ -221,3 +224,42 @@ def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Or
         )
     order = dataset.order(seed=seed, batch=batch, shuffle=False)
     return order
+
+
+def checked_order(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
+    """Return :func:`order_of`, after a check that it depends on these arguments only.
+
+    Raises:
+        ValueError: as :func:`order_of`; or two orders of the same arguments differ.
+    """
+    build = partial(order_of, dataset, seed=seed, batch=batch, shuffle=shuffle)
+    order = build()
+    if callable(getattr(dataset, "order", None)):
+        again = order_hash(build(), len(dataset), batch, backwards=True)
+        if again != order_hash(order, len(dataset), batch):
+            raise ValueError(
+                f"{type(dataset).__name__}.order() returned two orders for the same arguments, so "
+                "the ranks and a resume would read other samples; let it depend on seed and batch "
+                f"only, such as numpy.random.default_rng(seed) (seed {seed}, batch {batch})"
+            )
+    return order
+
+
+def order_hash(
+    order: Ordered, length: int, batch: int, *, position: int = 0, backwards: bool = False
+) -> str:
+    """Return a hash of the samples of four steps.
+
+    Args:
+        order: the order.
+        length: samples of the data set.
+        batch: samples of a step.
+        position: first sample of one of these steps; the others are in the first three epochs.
+        backwards: ask for the last of these steps first.
+    """
+    starts = [epoch * length // batch * batch for epoch in range(3)]
+    steps = {}
+    for start in sorted({*starts, position}, reverse=backwards):
+        epochs, indices = order[start : start + batch]
+        steps[start] = [epochs.tolist(), indices.tolist()]
+    return xxh3_64_hexdigest(json.dumps(steps, sort_keys=True).encode())

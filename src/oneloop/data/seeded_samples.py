@@ -15,10 +15,19 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from oneloop.basics.loaded_step import LOADED_FOR
 from oneloop.basics.seeds import GOLDEN, mixed, seed_others
 from oneloop.data.skipped_rows import SkipSample
 
 Place = tuple[int, int]  # (epoch, index) of one sample
+
+
+class StepPlaces(list[Place]):
+    """The places of a micro-batch of a step."""
+
+    position = 0  # of the step's first sample in the order of all samples
+
+
 SKIPPED = "skipped samples"  # in a batch that was loaded: index and reason of each
 STARTS = -2  # in place of the index of a sample: the data worker starts
 
@@ -226,7 +235,11 @@ class Batches(Dataset[Any]):
         self.collate = collate
 
     def __getitem__(self, places: Sequence[Place]) -> Any:
-        collated = self.samples.batch(places, self.collate)
+        token = LOADED_FOR.set(getattr(places, "position", None))
+        try:
+            collated = self.samples.batch(places, self.collate)
+        finally:
+            LOADED_FOR.reset(token)
         if self.samples.skipped:
             # They travel with the batch, from a data worker to the training process.
             collated[0][SKIPPED] = self.samples.skipped

@@ -22,7 +22,14 @@ from oneloop.basics.wide_sums import DOUBLE, wide_dtype
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.data_workers import begin_worker, from_workers
 from oneloop.data.order import Ordered
-from oneloop.data.seeded_samples import SKIPPED, STARTS, Batches, Place, SeededSamples
+from oneloop.data.seeded_samples import (
+    SKIPPED,
+    STARTS,
+    Batches,
+    Place,
+    SeededSamples,
+    StepPlaces,
+)
 from oneloop.data.skipped_rows import SKIPPED_ROWS
 
 Batch = dict[str, Any]
@@ -140,7 +147,7 @@ class _RankBatches:
         self.rank = rank
         self.start = start
 
-    def __iter__(self) -> Iterator[list[Place]]:
+    def __iter__(self) -> Iterator[StepPlaces]:
         share = self.layout.offsets(self.rank)
 
         # Compute several steps at once, because the overhead of numpy's calls dominates.
@@ -150,8 +157,12 @@ class _RankBatches:
             steps = start + self.layout.size * np.arange(ahead)
             positions = (steps[:, None] + share[None, :]).reshape(-1, self.layout.each)
             epochs, indices = self.order.at(positions.astype(np.int64))
-            for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True):
-                yield list(zip(epoch, index, strict=True))
+            firsts = steps.tolist()
+            pairs = zip(epochs.tolist(), indices.tolist(), strict=True)
+            for number, (epoch, index) in enumerate(pairs):
+                places = StepPlaces(zip(epoch, index, strict=True))
+                places.position = firsts[number // self.layout.accumulate]
+                yield places
             start += self.layout.size * ahead
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
-from oneloop.data.order import order_of
+from oneloop.data.order import checked_order
 
 _AT_ONCE = 4096  # samples
 
@@ -39,7 +39,7 @@ class TrainerSampler(Sampler[int]):
     that loads the sample, so that they depend on the layout and change with a resume.
 
     Args:
-        dataset: a map-style data set; :func:`oneloop.data.order.order_of` decides its order.
+        dataset: a map-style data set; :func:`oneloop.data.order.checked_order` decides its order.
         batch_size: samples of one optimizer step on all processes: ``per_device_train_batch_size``
             x ``gradient_accumulation_steps`` x number of processes. It must stay equal in a resume.
         seed: seed of the order.
@@ -78,7 +78,7 @@ class TrainerSampler(Sampler[int]):
             )
         if trainer is not None:
             _check(trainer, batch_size, steps)
-        self.order = order_of(dataset, seed=seed, batch=batch_size)
+        self.order = checked_order(dataset, seed=seed, batch=batch_size)
         self.batch_size = batch_size
         self.steps = steps
         self.start = start

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered, RepeatedOrder, order_of
+from oneloop.data.order import Ordered, RepeatedOrder, checked_order, order_hash, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import Decay, gamma
 from oneloop.job.apple_gpu import reject_training
@@ -98,6 +98,12 @@ class Job:
                 "so task.repeats would divide the copies of a sample among two steps; keep "
                 "batch.size"
             )
+
+    def order_hash(self, position: int = 0) -> str | None:
+        """Return a hash of an order that the data set defines, also of the step at a position."""
+        if not hasattr(self.train_set, "order"):
+            return None
+        return order_hash(self.order, len(self.train_set), self.layout.size, position=position)
 
     @property
     def sets(self) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
     """Return the samples to train on, and their order. Raise ValueError for a wrong combination."""
     size = recipe.batch.size
     is_shuffled = recipe.data.shuffle
-    order = order_of(train_set, seed=recipe.seed, batch=size, shuffle=is_shuffled)
+    order = checked_order(train_set, seed=recipe.seed, batch=size, shuffle=is_shuffled)
     few = recipe.debug.overfit
     if not few:
         return train_set, order

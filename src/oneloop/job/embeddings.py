@@ -8,11 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
-from oneloop.job.restore import has_drawn, random_states
 from oneloop.job.sample_sums import AGREE, FLOAT64, DrawWatch, without_draws
 from oneloop.job.trial_samples import Samples, make_batch
 from oneloop.launch.processes import Run

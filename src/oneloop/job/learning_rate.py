@@ -10,7 +10,7 @@ from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import OptimizerConfig
 
-_MOMENTA = ("momentum", "betas")  # options of optimizers
+MOMENTA = ("momentum", "betas")  # options of optimizers
 
 
 def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
@@ -43,7 +43,7 @@ def _reject_other_momentum(optimizer: OptimizerConfig, rate: LearningRate) -> No
     """Raise BadInput if a schedule cannot change the momentum, or if the recipe sets it, too."""
     advice = "or set --schedule.cycle_momentum false"
     given: dict[str, Any] = {}
-    for key in _MOMENTA:
+    for key in MOMENTA:
         if optimizer.options.get(key):
             given[key] = optimizer.options[key]
     if not given:

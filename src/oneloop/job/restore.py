@@ -10,26 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import other_states, set_other_states
+from oneloop.basics.seeds import random_states, set_random_states
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
 
 _COPIED = 1 << 30  # bytes of parameters and buffers that are copied; larger models are hashed
-
-
-def random_states(device: torch.device) -> list[Any]:
-    """Return the states of the generators of torch, Python and numpy (and of the device)."""
-    states: list[Any] = [torch.get_rng_state(), other_states()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def has_drawn(before: list[Any], device: torch.device) -> bool:
-    """Whether random numbers were drawn since the states ``before``."""
-    pairs = zip(before, random_states(device), strict=True)
-    return not all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
 
 
 def contents_of(model: nn.Module) -> dict[str, int]:
@@ -148,10 +134,7 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         reshard(model)
         for parameter in model.parameters():
             parameter.grad = None
-        torch.set_rng_state(states[0])
-        set_other_states(states[1])
-        if device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(states[2], device)
+        set_random_states(states, device)
 
 
 @contextmanager

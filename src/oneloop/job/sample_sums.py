@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.basics.tensors import reshard
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
-from oneloop.job.restore import has_drawn, random_states, restored
+from oneloop.job.restore import restored
 from oneloop.job.trial_passes import Wrapped, gradients_of, projections
 from oneloop.job.trial_samples import Samples, make_batch
 from oneloop.launch.processes import Run

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import other_states, reseed
+from oneloop.basics.seeds import has_drawn, other_states, random_states, reseed
 from oneloop.basics.tensors import as_real, local
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.job.build import Job
-from oneloop.job.restore import has_drawn, random_states, restored
+from oneloop.job.restore import restored
 from oneloop.job.trial_samples import Samples, make_batch
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks

@@ -9,13 +9,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.data.sample_contents import copied, fault, same
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, transferred
 from oneloop.job.build import Job
-from oneloop.job.restore import has_drawn, random_states
 from oneloop.launch.processes import Run
 from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.task_protocol.protocol import Task

@@ -202,6 +202,10 @@ class Gradients:
         else:
             self._seed_by([rank, micro])
 
+    def seed_update(self) -> None:
+        """Seed random numbers that the optimizer draws in this step, equal on every rank."""
+        self._seed_by([-1])
+
     def _seed_by(self, own: Sequence[int]) -> None:
         others = self._always or self.seen.others.drawn
         seed = self._job.recipe.seed

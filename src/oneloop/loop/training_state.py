@@ -15,6 +15,7 @@ from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA
 from oneloop.job.build import Job
+from oneloop.job.learning_rate import MOMENTA
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import Best, Counters, Results
@@ -90,6 +91,8 @@ class State(RunState):
             run.from_main(inputs),
             accept_changes=recipe.run.accept_changes,
             same_recipe=recipe.run.resume in ("auto", "never"),
+            order_hash=job.order_hash,
+            position=lambda: self.count.position,
             say=run.display.say,
         )
 
@@ -113,15 +116,24 @@ class State(RunState):
         if run.accelerator.scaler:
             parts["scaler"] = run.accelerator.scaler
 
-        super().__init__(
-            model,
-            optimizer,
-            emas=emas,
-            parts=parts,
-            own=["tracking"],
-            check=same.check,
-            moved=MovedBuffers(model),
-        )
+        # Try the optimizer on a small model: this may raise.
+        scheduled = ["lr"]
+        if job.rate.cycles_momentum:
+            scheduled += MOMENTA
+        with run.setting_up():
+            super().__init__(
+                model,
+                optimizer,
+                emas=emas,
+                parts=parts,
+                own=["tracking"],
+                check=same.check,
+                moved=MovedBuffers(model),
+                make=job.make_optimizer,
+                scheduled=scheduled,
+                say=run.display.say,
+            )
+        seen.others.drawn |= self.draws_others
 
     def _let_saves_overlap(
         self, run: Run, model: nn.Module, seen: Preflight, *, sync: bool

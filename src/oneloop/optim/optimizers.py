@@ -4,7 +4,6 @@ Weight decay is for matrices only, unless settings name other parameters.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.optim.parameter_groups import LR_FACTOR, Groups, Settings, parameter_groups
 
@@ -43,6 +43,7 @@ def build(
     Raises:
         ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no
             optimizer.
+        BadInput: the optimizer keeps two sets of weights.
     """
     # An optimizer class may lack weight decay.
     arguments = inspect.signature(make).parameters
@@ -68,6 +69,14 @@ def build(
         )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+
+    # An evaluation would change the weights of schedule-free optimizers.
+    if hasattr(optimizer, "eval") and hasattr(optimizer, "train"):
+        raise BadInput(
+            f"{type(optimizer).__name__} keeps two sets of weights, and eval() with train() "
+            "changes them by 3e-8, so an evaluation would change the run; use it in a loop of your "
+            "own, with RunState (docs/how-to/your-loop.md)"
+        )
 
     # Only optimizers that know the flag can leave out fused kernels.
     if elementwise:
@@ -110,7 +119,8 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
     try:
         optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
         optimizer.step()
-        _check_state(optimizer)
+    except BadInput:
+        raise
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
         why = str(error)
@@ -119,7 +129,6 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
             why += (
                 " (it needs a closure that computes the loss again, and the loop computes it once)"
             )
-        if "closure" in why or isinstance(error, _CannotSave):
             advice = "choose another optimizer"
         raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; {advice}") from error
 
@@ -130,31 +139,6 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
             if torch.is_tensor(value) and value.ndim:
                 elements += value.numel()
     return elements / sum(parameter.numel() for parameter in toy.parameters())
-
-
-class _CannotSave(TypeError):
-    """An optimizer keeps something that a checkpoint cannot store."""
-
-
-def _check_state(optimizer: Optimizer) -> None:
-    """Raise :class:`_CannotSave` if a checkpoint cannot store the state of an optimizer."""
-    for group in optimizer.param_groups:
-        for key, value in group.items():
-            if key != "params" and torch.is_tensor(value):
-                raise _CannotSave(
-                    f"it keeps {key} as a tensor in its parameter groups, which oneloop cannot save"
-                )
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if torch.is_tensor(value):
-                continue
-            try:
-                json.dumps(value)
-            except TypeError as error:
-                raise _CannotSave(
-                    f"it keeps {key} as a {type(value).__name__} in its state, which oneloop "
-                    "cannot save"
-                ) from error
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:

@@ -38,6 +38,8 @@ class InputCheck:
         accept_changes: report changes instead of raising an error.
         same_recipe: whether a checkpoint must be of this recipe. If the user names one of another
             run, it may be of another recipe.
+        order_hash: returns a hash of the order of the training set, for a position.
+        position: returns the position of a checkpoint that is saved now.
         say: reports to the user.
     """
 
@@ -47,15 +49,21 @@ class InputCheck:
         *,
         accept_changes: bool,
         same_recipe: bool = True,
+        order_hash: Callable[[int], str | None],
+        position: Callable[[], int],
         say: Callable[[str], object],
     ) -> None:
         self.about = about
+        self._order_hash = order_hash
+        self._position = position
         self._same_recipe = same_recipe
         self._accept = accept_changes
         self._say = say
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.about)
+        position = self._position()
+        order = {"position": position, "hash": self._order_hash(position)}
+        return {**self.about, "order": order}
 
     def check(self, saved: Mapping[str, Any]) -> None:
         """Compare the inputs of a checkpoint with the current inputs.
@@ -106,7 +114,14 @@ class InputCheck:
             self._say("the checkpoint does not hold its recipe (older oneloop): not compared")
             return []
         new = self.about["recipe"]
-        return [] if only_extends(old, new) else difference(old, new)
+        changed = [] if only_extends(old, new) else difference(old, new)
+        order = there["order"]
+        if not changed and self._order_hash(order["position"]) != order["hash"]:
+            changed.append(
+                "the order of the training set: order() gives other samples than in the run; let "
+                "it depend on its arguments only"
+            )
+        return changed
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ class _Report:
     computed: dict[str, Any]  # with batch.grain: device and versions
     sources: dict[str, str]  # of several hosts: checksums of the sources that are not installed
     host: str  # name of the machine
+    order: str | None  # hash of an order that the training set defines
 
 
 def reject_other_jobs(job: Job, run: Run) -> None:
@@ -55,6 +56,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
             computed=computed_by(job.recipe, run.device) if job.exact else {},
             sources={} if one_host else sources(type(job.task)),
             host=socket.gethostname(),
+            order=job.order_hash(),
         )
     reports: list[_Report] = run.gathered(mine)
 
@@ -69,6 +71,11 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     for name in dict.fromkeys(name for report in reports for name in report.sets):
         _compare(name, [report.sets.get(name) for report in reports])
     for rank, report in enumerate(reports):
+        if report.order != reports[0].order:
+            raise BadInput(
+                f"the order of the training set differs between rank 0 and rank {rank}; let "
+                "order() depend on its arguments only"
+            )
         for key, value in report.computed.items():
             first = reports[0].computed[key]
             if value != first:

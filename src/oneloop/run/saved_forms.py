@@ -24,6 +24,7 @@ IDENTITY = {
     "recipe?": {None: object},
     "computed?": dict | None,
     "others?": bool,
+    "order": {"position": STEP, "hash": str | None},
 }
 EMA = {"seen": is_amount, "due": is_amount, "updates": STEP, "calls?": STEP}
 FORMS: dict[str, Form] = {

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from oneloop.basics.loaded_step import LOADED_FOR
 from oneloop.task_protocol.protocol_checks import check_signatures
 
 
@@ -94,6 +95,9 @@ class Task(Objective, Protocol):
 class Progress:
     """Progress of a run: the same for any parallel layout, and after a resume.
 
+    While a sample is loaded or collated, also ahead or in a data worker, it is that of the step for
+    which it is loaded.
+
     Args:
         position: returns how many samples were drawn before this step.
         batch: global batch size in samples.
@@ -101,12 +105,16 @@ class Progress:
     """
 
     def __init__(self, position: Callable[[], int], batch: int, total: int) -> None:
-        self._position = position
+        self._trained = position
         self._batch = batch
         self.total = total
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process gets the progress of now
         return Progress, (partial(int, self._position()), self._batch, self.total)
+
+    def _position(self) -> int:
+        loaded_for = LOADED_FOR.get()
+        return self._trained() if loaded_for is None else loaded_for
 
     @property
     def step(self) -> int:

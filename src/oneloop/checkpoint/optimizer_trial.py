@@ -1,0 +1,236 @@
+"""Try an optimizer on a toy model: does its state survive a checkpoint, and FSDP2's sharding?
+
+>>> tried = try_optimizer(lambda toy: MyOptimizer(toy.parameters(), lr=0.1), parameter)
+"""
+
+import inspect
+from collections.abc import Callable, Collection
+from copy import deepcopy
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from oneloop.basics.seeds import random_states, reseed, set_random_states
+from oneloop.basics.tensor_hash import as_bits
+from oneloop.basics.tensors import optimizer_tensors, plain_optimizer
+from oneloop.basics.wide_sums import wide_dtype
+from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.optimizer_values import optimizer_values, settings_of
+
+_STEPS = 10
+_SAVED = 5  # step of the checkpoint
+_UNDER_FSDP2 = (
+    "under FSDP2 each rank sees its shard only: use elementwise updates, or DTensor's own norms"
+)
+_ROUNDING = 1e-9  # relative difference between shards and whole tensors in float64
+
+
+class Tried(NamedTuple):
+    """What a trial has found out."""
+
+    note: str = ""  # why the optimizer could not be tried
+    draws_others: bool = False  # whether a step draws from Python's or numpy's generator
+
+
+class _Toy:
+    """A small model with its optimizer, whose gradients depend on the step only.
+
+    Args:
+        make: builds the optimizer of a model.
+        like: a parameter of the real model, with its device and sharding.
+        sharded: whether to shard the toy as that parameter; one shard is smaller, and one is empty.
+    """
+
+    def __init__(
+        self, make: Callable[[nn.Module], Optimizer], like: Tensor, *, sharded: bool = False
+    ) -> None:
+        self._device = like.device
+        self._like = like if sharded and isinstance(like, DTensor) else None
+        ranks = like.device_mesh.size() if isinstance(like, DTensor) else 1
+        reseed(self._device, 0)
+        layers = [nn.Linear(3, ranks + 1), nn.Linear(ranks + 1, 1)]
+        self.model = nn.Sequential(*layers).to(self._device, wide_dtype(self._device))
+        for layer in layers:
+            for name, parameter in [*layer.named_parameters()]:
+                setattr(layer, name, nn.Parameter(self._sharded(parameter.detach())))
+        self.optimizer = make(self.model)
+        # Optimizers that keep two sets of weights must be told which one is trained.
+        getattr(self.optimizer, "train", lambda: None)()
+        # Some need a closure that returns the loss.
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        self._closures: list[Callable[[], float]] = []
+        if closure is not None and closure.default is closure.empty:
+            self._closures = [float]
+        self.drew = False
+        self.draws_others = False
+
+    def _sharded(self, tensor: Tensor) -> Tensor:
+        if self._like is None:
+            return tensor
+        from torch.distributed.tensor import distribute_tensor
+
+        mesh = self._like.device_mesh
+        # Each rank has the whole tensor: nothing is sent.
+        return distribute_tensor(tensor, mesh, self._like.placements, src_data_rank=None)
+
+    def train(self, first: int, last: int) -> list[Tensor]:
+        """Make the steps from ``first`` to ``last``; return all parameters after each of them."""
+        seen = []
+        for step in range(first, last + 1):
+            reseed(self._device, step)
+            for parameter in self.model.parameters():
+                gradient = torch.randn(parameter.shape, device=self._device, dtype=parameter.dtype)
+                parameter.grad = self._sharded(gradient)
+
+            # Find out which generators the step draws from.
+            reseed(self._device, step, others=True)
+            before = random_states(self._device)
+            self.optimizer.step(*self._closures)
+            after = random_states(self._device)
+            self.drew |= before != after
+            self.draws_others |= before[1] != after[1]
+            for parameter in self.model.parameters():
+                seen.append(_whole(parameter).clone())
+        return seen
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """Return all values of a parameter. Collective for a DTensor."""
+    detached = parameter.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def try_optimizer(
+    make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None = None
+) -> Tried:
+    """Make ten steps on a toy model, continue them from a checkpoint, and repeat them on shards.
+
+    Collective for a DTensor: call on every rank.
+
+    Args:
+        make: builds the optimizer of a model.
+        like: a parameter of the real model, with its device and sharding.
+        scheduled: names of entries of parameter groups that a loop sets before each step; None:
+            a checkpoint holds all entries.
+
+    Returns:
+        What it has found out.
+
+    Raises:
+        ValueError: a checkpoint cannot hold its state, the steps after a load are others, or the
+            steps under FSDP2 are others.
+    """
+    states = random_states(like.device)
+    try:
+        return _tried(make, like, scheduled)
+    finally:
+        set_random_states(states, like.device)
+
+
+def _tried(
+    make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None
+) -> Tried:
+    # Train one toy without a stop, and save it after half of its steps.
+    try:
+        toy = _Toy(make, like)
+        settings = None if scheduled is None else settings_of(toy.optimizer, scheduled)
+        toy.train(1, _SAVED)
+    except Exception as error:
+        return Tried(
+            "an optimizer was not tried on a small model, so whether a resume is exact is not "
+            f"known ({type(error).__name__}: {error})"
+        )
+    kind = type(plain_optimizer(toy.optimizer)).__name__
+    alone = SimpleNamespace(
+        process_index=0, local_process_index=0, num_processes=1, device=like.device
+    )
+    with TemporaryDirectory() as folder:
+        checkpoints = Checkpoints(Path(folder), cast(Accelerator, alone), sync=True, max_failures=0)
+        checkpoints.save(_SAVED, toy.model, toy.optimizer, {}, settings=settings)
+        expected = toy.train(_SAVED + 1, _STEPS)
+
+        # Train another one from the checkpoint.
+        resumed = _Toy(make, like)
+        path = checkpoints.store.sealed()[-1]
+        checkpoints.load(path, resumed.model, resumed.optimizer)
+    seen = resumed.train(_SAVED + 1, _STEPS)
+    pairs = zip(seen, expected, strict=True)
+    if not all(torch.equal(as_bits(one), as_bits(other)) for one, other in pairs):
+        names = _other_attributes(toy.optimizer, resumed.optimizer)
+        raise ValueError(
+            f"{kind} has state that a checkpoint does not hold{names}: in a trial on a small model "
+            "the steps after a resume are others; keep state in param_groups or in "
+            "state[parameter], or return it from state_dict() and take it in load_state_dict()"
+        )
+    if isinstance(like, DTensor):
+        _compare_shards(make, like, toy, kind)
+    return Tried(draws_others=toy.draws_others)
+
+
+def _other_attributes(one: Optimizer, other: Optimizer) -> str:
+    """Return the names of the attributes with other values, in parentheses; empty if none has."""
+    names = []
+    there = vars(plain_optimizer(other))
+    for name, value in vars(plain_optimizer(one)).items():
+        is_plain = isinstance(value, bool | int | float | str)
+        if is_plain and there.get(name) != value:
+            names.append(name)
+    return f" ({', '.join(names)})" if names else ""
+
+
+def _compare_shards(
+    make: Callable[[nn.Module], Optimizer], like: Tensor, whole: _Toy, kind: str
+) -> None:
+    """Raise ValueError if the steps on shards are not those on whole tensors."""
+    sharded = _Toy(make, like, sharded=True)
+    try:
+        sharded.train(1, _STEPS)
+    except Exception as error:
+        raise ValueError(
+            f"{kind} cannot update shards ({type(error).__name__}: {error}); {_UNDER_FSDP2}"
+        ) from error
+
+    # Compare the weights.
+    found = ""
+    pairs = zip(sharded.model.parameters(), whole.model.parameters(), strict=True)
+    for one, other in pairs:
+        distance = (_whole(one) - _whole(other)).abs().max() / _whole(other).abs().max()
+        if not distance <= _ROUNDING:
+            found = f"ten steps on shards end {distance:.1e} away from those on whole tensors"
+
+    # Compare what is not sharded, of which a checkpoint holds rank 0's.
+    own: dict[str, Any] = optimizer_values(sharded.model, sharded.optimizer)
+    for name, tensor in optimizer_tensors(sharded.model, sharded.optimizer).items():
+        if not isinstance(tensor, DTensor):
+            own[name] = tensor.tolist()
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, own)
+    for name in own:
+        if not found and any(report[name] != own[name] for report in reports):
+            found = f"its {name} differ between the ranks after ten steps"
+    if found:
+        draws = ", because it draws random numbers in step()" if whole.drew else ""
+        raise ValueError(f"{kind}: {found}{draws}; {_UNDER_FSDP2}")
+
+
+def of_kind(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Return another optimizer of the same class, with the same defaults, of another model."""
+    optimizer = plain_optimizer(optimizer)
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {}
+    for name, value in optimizer.defaults.items():
+        if name in accepted:
+            options[name] = deepcopy(value)
+    if "model" in accepted:
+        options["model"] = model
+    made: Optimizer = kind(model.parameters(), **options)
+    return made
