@@ -292,6 +292,37 @@ def test_what_may_change_and_what_not(tmp_path, recipe, finished):
     assert timeless_log(tmp_path / "b")[-1]["step"] == 40
 
 
+def test_state_among_the_settings_of_an_optimizer_continues_and_the_settings_do_not(
+    tmp_path, recipe
+):
+    words = [recipe, "--optimizer.name", "odd_optimizers.GrowingDefault", "--optimizer.lr", "0.05"]
+    words += [
+        "--optimizer.weight_decay",
+        "0.1",
+        "--duration",
+        "14",
+        "--save.every",
+        "2",
+        "--run.dir",
+    ]
+    run(train, [*words, "alone"], folder=tmp_path).ok()
+    for copy in ("same", "decay"):
+        cut(tmp_path / "alone", tmp_path / copy, 6)
+    decayed = [*words, "decay", "--optimizer.weight_decay", "0.5", "--run.accept_changes"]
+    for ended in in_turn(tmp_path, [*words, "same"], decayed):
+        assert ended.code == 0, ended.output
+    same(tmp_path / "alone", tmp_path / "same")
+
+    # Another weight decay takes effect, and the optimizer's own state is that of the run.
+    groups = []
+    for name in ("alone", "decay"):
+        state = Store(tmp_path / name / "checkpoints").sealed()[-1] / "state.json"
+        groups.append(json.loads(state.read_text())["optimizer"]["groups"])
+    assert groups[0] == groups[1] and all(group.keys() == {"d"} for group in groups[0])
+    ends = [weights(tmp_path / name) for name in ("alone", "decay")]
+    assert any((ends[0][name] - ends[1][name]).abs().max() > 1e-3 for name in ends[0])
+
+
 def test_a_checkpoints_path_starts_another_run(tmp_path, recipe, finished):
     for copy in ("a", "late"):
         shutil.copytree(finished, tmp_path / copy)

@@ -3,8 +3,11 @@ O(1)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import torch
 
 from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Order, StoredOrder, order_of
+from oneloop.data.order import Order, Ordered, StoredOrder, checked_order, order_hash, order_of
 from splits import BATCH, distance, expected, furthest, trained
 from worlds import run, train
 
@@ -207,12 +210,66 @@ class Task(Ragged):
 def test_an_order_of_the_data_set_is_not_ignored(tmp_path):
     (tmp_path / "own.py").write_text(OWN_ORDER)
     words = ["own.py:Task", "--duration", "2", "--batch.size", "8", "--run.dir", "a"]
+    words += ["--schedule.name", "constant"]
     world = run(train, [*words, "--data.shuffle", "false"], folder=tmp_path)
     assert world.codes == [2] and "the order that Samples.order defines" in world.output
     assert not (tmp_path / "a").exists()
 
     # The order is part of what is trained.
     run(train, words, folder=tmp_path).ok()
+    (tmp_path / "own.py").write_text(OWN_ORDER.replace("seed=seed)", "seed=seed + batch)"))
+    world = run(train, [*words, "--duration", "3"], folder=tmp_path)
+    assert world.codes == [2] and "order() gives other samples than in the run" in world.output
     (tmp_path / "own.py").write_text(OWN_ORDER.replace("def order(self", "def other(self"))
     world = run(train, [*words, "--data.shuffle", "false"], folder=tmp_path)
     assert world.codes == [2] and "data.shuffle: True -> False" in world.output
+
+
+class Rows(list):
+    """A data set whose order is given."""
+
+    def __init__(self, order: Callable[..., Any]) -> None:
+        super().__init__(range(61))
+        self.order = order
+
+
+class Listed(Ordered):
+    def __init__(self, indices: np.ndarray) -> None:
+        self.indices = indices
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return positions // 61, self.indices[positions % 61]
+
+
+class Stateful(Listed):
+    """Each call moves it."""
+
+    def at(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        self.indices = np.roll(self.indices, 1)
+        return super().at(positions)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        lambda seed, batch: Listed(np.random.default_rng().permutation(61)),
+        lambda seed, batch: Order(61, seed=next(NUMBERS)),
+        lambda seed, batch: Stateful(np.arange(61)),
+    ],
+)
+def test_an_order_that_is_no_function_of_its_arguments_is_rejected(order):
+    with pytest.raises(ValueError, match=r"Rows.order\(\) returned two orders for the same"):
+        checked_order(Rows(order), seed=0, batch=12)
+
+
+NUMBERS = itertools.count()
+
+
+def test_an_order_of_its_arguments_is_kept():
+    def order(seed: int, batch: int) -> Ordered:
+        return Listed(np.random.default_rng(seed).permutation(61))
+
+    made = checked_order(Rows(order), seed=3, batch=12)
+    assert made[0:61][1].tolist() == np.random.default_rng(3).permutation(61).tolist()
+    assert order_hash(made, 61, 12) == order_hash(made, 61, 12, backwards=True)
+    assert order_hash(made, 61, 12) != order_hash(made, 61, 12, position=36)

@@ -6,6 +6,7 @@ zoo_outcomes.py).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
+
+from oneloop.data.order import Order
 
 Expected = tuple[tuple[str, tuple[str, ...]], ...]
 """Alternatives: "equal", "rejected", "stopped", "ended" or "reported", and the words that the
@@ -1080,6 +1083,62 @@ class Memory(Animal):
     """Keep a mean of the inputs so far in an attribute."""
 
     net = MemoryNet
+
+
+class FadingSamples(Samples):
+    """Samples that follow the progress of the run, which are loaded ahead."""
+
+    def __init__(self, task: Any, count: int, seed: int) -> None:
+        super().__init__(count, seed)
+        self.task = task
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        step = self.task.progress.step if self.task.progress else 0
+        return sample | {"x": sample["x"] * (1 - 0.05 * step)}
+
+
+@animal()
+class DataFollowsProgress(Plain):
+    progress: Any = None
+
+    def train_set(self) -> Any:
+        return FadingSamples(self, 56, seed=1)
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = super().collate(samples)
+        return batch | {"y": batch["y"] * (1 + (self.progress.step if self.progress else 0))}
+
+
+@animal("--machine.workers", "2")
+class WorkersFollowProgress(DataFollowsProgress):
+    pass
+
+
+class OrderedSamples(Samples):
+    def order(self, seed: int, batch: int) -> Any:
+        """Return another order on each rank."""
+        return Order(len(self), seed=int(os.environ.get("RANK", "0")))
+
+
+@animal(
+    ddp=rejected("the order of the training set differs between rank 0 and rank 1"),
+    ddp_grain=rejected("the order of the training set differs"),
+    fsdp2=rejected("the order of the training set differs"),
+    fsdp2_grain=rejected("the order of the training set differs"),
+)
+class OrderOfRank(Plain):
+    def train_set(self) -> Any:
+        return OrderedSamples(56, seed=1)
+
+
+@animal(
+    *("--optimizer.name", "odd_optimizers.SGLD"),
+    grain=rejected("batch.grain", "may not be elementwise"),
+    fsdp2=rejected("SGLD", "draws random numbers in step()"),
+)
+class NoiseInUpdates(Plain):
+    pass
 
 
 class NoisySamples(Samples):

@@ -32,6 +32,9 @@ QUICK = [
     pytest.param("TowerInside", "ddp", True, marks=pytest.mark.slow),
     ("Sparse", "ddp", True),
     pytest.param("Scalar", "fsdp2", False, marks=pytest.mark.slow),
+    ("DataFollowsProgress", "ddp", False),
+    ("NoiseInUpdates", "ddp", False),
+    pytest.param("OrderOfRank", "fsdp2", False, marks=pytest.mark.slow),
 ]
 
 

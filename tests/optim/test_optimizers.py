@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import schedulefree
 import torch
 
 from oneloop.optim import optimizers
@@ -54,16 +55,6 @@ def test_the_learning_rate_follows_the_batch():
     )
 
 
-class WithHistory(torch.optim.SGD):
-    """Keeps a list of tensors, as LBFGS does."""
-
-    def step(self, closure=None):
-        super().step()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
-
-
 class WithNumbers(torch.optim.SGD):
     """Keeps numbers, which a checkpoint can store."""
 
@@ -74,23 +65,15 @@ class WithNumbers(torch.optim.SGD):
                 self.state[parameter]["seen"] = {"steps": [1, 2], "rate": 0.5}
 
 
-class WithTensors(torch.optim.SGD):
-    """Keeps a tensor in its groups."""
-
-    def step(self, closure=None):
-        self.param_groups[0]["scale"] = torch.ones(())
-
-
 @pytest.mark.parametrize(
     ("make", "options", "expected"),
     [
-        (WithHistory, {}, "keeps history as a list in its state.*; choose another optimizer$"),
-        (WithTensors, {}, "keeps scale as a tensor.*; choose another optimizer$"),
         (torch.optim.LBFGS, {}, "closure.*; choose another optimizer$"),
         (torch.optim.AdamW, {"betas": (2.0, 0.9)}, "Invalid beta.*; correct its options$"),
+        (schedulefree.AdamWScheduleFree, {}, "keeps two sets of weights.*with RunState"),
     ],
 )
-def test_what_cannot_be_trained_or_saved_is_named_before_the_run(make, options, expected):
+def test_what_cannot_be_trained_is_named_before_the_run(make, options, expected):
     with pytest.raises(ValueError, match=expected):
         try_optimizer(make, "own", options)
     assert try_optimizer(WithNumbers, "own", {}) == 0.0
