@@ -213,7 +213,7 @@ class LocalCounter(Simple):
 
 
 class SGLD(Simple):
-    """Stochastic gradient Langevin dynamics (Welling & Teh 2011): noise in each update."""
+    """Stochastic gradient Langevin dynamics (Welling et al. 2011): noise in each update."""
 
     def update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         super().update(parameter, group)

@@ -392,7 +392,7 @@ class Checkpoints:
         reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
         if optimizer is not None:
-            load_own(state["optimizer"], optimizer)
+            load_own(state["optimizer"], model, optimizer)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
             load_values(state["optimizer"], model, optimizer)

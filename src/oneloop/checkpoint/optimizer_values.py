@@ -124,7 +124,7 @@ def own_values(optimizer: Optimizers) -> dict[str, Any]:
     return found
 
 
-def load_own(values: Mapping[str, Any], optimizer: Optimizers) -> None:
+def load_own(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers) -> None:
     """Restore what :func:`optimizer_values` got from ``state_dict()``, by ``load_state_dict()``.
 
     This deletes the state of the parameters, which must be restored afterwards.
@@ -132,7 +132,7 @@ def load_own(values: Mapping[str, Any], optimizer: Optimizers) -> None:
     for name, one in optimizers_of(optimizer):
         own = values["own"].get(name)
         if own:
-            restored = _with_tensors(decoded(own), _device_of(one))
+            restored = _with_tensors(decoded(own), next(model.parameters()).device)
             plain_optimizer(one).load_state_dict({**one.state_dict(), "state": {}, **restored})
 
 
@@ -208,16 +208,12 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
         one.state[parameter].update(values["parameters"].get(name, {}))
         if not one.state[parameter]:
             del one.state[parameter]
-    for (one, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
-        for name, value in _with_tensors(given, _device_of(one)).items():
+    device = next(model.parameters()).device
+    for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
+        for name, value in _with_tensors(given, device).items():
             known = group.get(name)
             check_kind(value, known, f"the optimizer's {name}")
             if isinstance(known, Tensor):
                 known.copy_(value)
             else:
                 group[name] = tuple(value) if isinstance(known, tuple) else value
-
-
-def _device_of(optimizer: Optimizer) -> torch.device:
-    parameter: Tensor = optimizer.param_groups[0]["params"][0]
-    return parameter.device

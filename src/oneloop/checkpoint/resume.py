@@ -146,7 +146,7 @@ class RunState:
         self._settings = None if scheduled is None else settings_of(optimizer, scheduled)
         self.draws_others = False  # whether an update draws from Python's or numpy's generator
         for _, one in optimizers_of(optimizer):
-            like = one.param_groups[0]["params"][0]
+            like = next(self.model.parameters())
             tried = try_optimizer(make or partial(of_kind, one), like, scheduled)
             self.draws_others |= tried.draws_others
             if tried.note:

@@ -17,7 +17,7 @@ from oneloop.ema import Decay, gamma
 from oneloop.job.apple_gpu import reject_training
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
-from oneloop.job.optimizer import optimizer_of, reject_sharding
+from oneloop.job.optimizer import optimizer_of
 from oneloop.job.task import (
     larger_is_better,
     make_task,
@@ -172,8 +172,6 @@ def build_job(
         ValueError: bad input.
     """
     # Divide the batch among ranks and micro-batches.
-    if sharded:
-        reject_sharding(recipe)
     if isinstance(recipe.batch.micro, int):
         micro = recipe.batch.micro
     layout = BatchLayout(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)

@@ -8,14 +8,9 @@ from torch.optim import Optimizer
 
 from oneloop.job.model import BuiltModel
 from oneloop.launch.agreement import where
-from oneloop.optim.optimizers import build, reject_if_sharded, try_optimizer
+from oneloop.optim.optimizers import build, try_optimizer
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
-
-
-def reject_sharding(recipe: Recipe) -> None:
-    """Raise ValueError if the recipe's optimizer cannot be used under FSDP2."""
-    reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
 
 
 def optimizer_of(

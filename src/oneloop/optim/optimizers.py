@@ -141,18 +141,6 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
     return elements / sum(parameter.numel() for parameter in toy.parameters())
 
 
-def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
-    """Raise ValueError for Adafactor, which cannot update shards.
-
-    torch takes its row and column means per shard.
-    """
-    if make in (adafactor, torch.optim.Adafactor):
-        raise ValueError(
-            "optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or "
-            "ddp.yaml"
-        )
-
-
 def _fused(groups: Groups) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
