@@ -24,14 +24,22 @@ from pathlib import Path
 
 LIBRARIES = "import torch, accelerate"
 ADAMW = "import torch, accelerate; torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])"
+BUILT = """
+import torch, oneloop.train
+from oneloop.checkpoint.optimizer_trial import try_optimizer
+from oneloop.optim.optimizers import adamw, build
+make = lambda model: build(adamw, model, lr=0.1, weight_decay=0.0)
+make(torch.nn.Linear(2, 2)).step()
+"""
+TRIAL = f"{BUILT}try_optimizer(make, torch.zeros(1), ['lr'])"
 LEAVES = (
     *(
         "ema",
-        "evaluate",
-        "data.groups",
-        "optim.build",
+        "evaluation",
+        "data.step_batches",
+        "optim.optimizers",
         "optim.clip",
-        "optim.guard",
+        "optim.bad_step_guard",
         "machine.recompute",
     ),
     *(
@@ -73,6 +81,8 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
             f"import oneloop.{leaf}": (python(f"import oneloop.{leaf}"), "these and one AdamW")
             for leaf in LEAVES
         },
+        "oneloop.train and a step of AdamW": (python(BUILT), "these and one AdamW"),
+        "these and the trial of it": (python(TRIAL), "oneloop.train and a step of AdamW"),
         "a dry run of digits": (
             [
                 *train,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.files import one_line
 from oneloop.basics.seeds import random_states, reseed, set_random_states
 from oneloop.basics.tensor_hash import as_bits
 from oneloop.basics.tensors import optimizer_tensors, plain_optimizer
@@ -146,7 +147,7 @@ def _tried(
     except Exception as error:
         return Tried(
             "an optimizer was not tried on a small model, so whether a resume is exact is not "
-            f"known ({type(error).__name__}: {error})"
+            f"known ({type(error).__name__}: {one_line(error)})"
         )
     kind = type(plain_optimizer(toy.optimizer)).__name__
     alone = SimpleNamespace(
@@ -195,7 +196,8 @@ def _compare_shards(
         sharded.train(1, _STEPS)
     except Exception as error:
         raise ValueError(
-            f"{kind} cannot update shards ({type(error).__name__}: {error}); {_UNDER_FSDP2}"
+            f"{kind} cannot update shards ({type(error).__name__}: {one_line(error)}); "
+            f"{_UNDER_FSDP2}"
         ) from error
 
     # Compare the weights.
