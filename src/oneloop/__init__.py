@@ -5,10 +5,7 @@ own loop takes ``from oneloop import Loader``. Every other part is imported from
 works alone: ``from oneloop.data.order import Order``.
 """
 
-import sys
 from typing import TYPE_CHECKING, Any
-
-from oneloop.old_names import OldNames
 
 if TYPE_CHECKING:
     from oneloop.api import evaluate, export, fit, predict, report
@@ -16,8 +13,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["Loader", "evaluate", "export", "fit", "predict", "report"]
-
-sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> Any:

@@ -26,7 +26,6 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import HostCopies, before_change
 from oneloop.basics.tensors import as_real, local, reshard
 
-_MANY = 1 << 50  # updates
 _RAMP = 0.05
 """limit of the half-life, as a share of the training so far, if none is given"""
 
@@ -306,7 +305,7 @@ class EMA:
         self.seen = state["seen"]
         self._due = state["due"]
         self._updates = int(state["updates"])
-        self._calls = int(state.get("calls", _MANY))  # a warm-up of an older run is over
+        self._calls = int(state["calls"])
 
 
 Law = Callable[[float, float, int, int], float]

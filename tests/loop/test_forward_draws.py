@@ -15,7 +15,6 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from oneloop.basics.seeds import other_states, set_other_states
-from oneloop.run.compatibility import differences
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -136,14 +135,6 @@ def test_a_model_that_begins_to_draw_late_is_reported_and_seeded(tmp_path, ranks
     later = [steps[step] for step in (4, 5, 6)]
     assert all(len(set(kind)) == 3 for kind in zip(*later, strict=True))
     assert output.count("a forward draws from Python's or numpy's generator, and drew nothing") == 1
-
-
-def test_a_run_of_an_older_oneloop_cannot_continue_such_numbers():
-    older = {"data": {}, "model": "", "trained": 1, "precision": "no", "rates": [], "recipe": {}}
-    (line,) = differences(older, {**older, "others": True})
-    assert line.startswith("a forward draws from Python's or numpy's generator, which the older")
-    assert not differences(older, {**older, "others": False})
-    assert not differences({**older, "others": False}, {**older, "others": True})
 
 
 def test_states_are_compared_and_restored():

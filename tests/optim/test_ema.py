@@ -15,7 +15,7 @@ from oneloop.checkpoint.store import Store
 from oneloop.ema import EMA, Decay, gamma, post_hoc
 from oneloop.optim import optimizers
 from oneloop.optim.optimizers import build
-from worlds import back_to, each_forked, run, train
+from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
@@ -669,42 +669,3 @@ def test_an_ema_that_would_be_a_copy_is_rejected(tmp_path, words, message):
     world = run(train, words, folder=tmp_path)
     assert world.codes == [2] and message in world.output, world.output
     assert not (tmp_path / "a").exists()
-
-
-def test_an_older_run_with_the_former_ramp_resumes(tmp_path):
-    """recipe.yaml of older runs always has ema.ramp 0.05, and none of the newer keys."""
-    import yaml
-
-    (tmp_path / "r.yaml").write_text(RECIPE)
-    decay = ["--ema.half_life", "0", "--ema.decay", "0.9"]
-    common = ["--eval.every", "0", "--duration", "6"]
-    begun = {
-        "a": ["r.yaml", "--run.dir", "a", *common],
-        "b": ["r.yaml", *decay, "--run.dir", "b", *common],
-    }
-    (found,) = run(each_forked, [(tmp_path, words) for words in begun.values()]).ok()
-    assert [ended.code for ended in found] == [0, 0], found
-
-    # Make them runs of an older version, that were killed.
-    for name in begun:
-        back_to(tmp_path / name, 3)
-        path = tmp_path / name / "recipe.yaml"
-        old = yaml.safe_load(path.read_text())
-        old["ema"] = {key: old["ema"][key] for key in ("half_life", "decay", "power", "every")}
-        old["ema"] |= {"ramp": 0.05, "device": None}
-        for key in ("warmup_start", "warmup_offset", "length"):
-            del old["schedule"][key]
-        path.write_text(yaml.safe_dump(old))
-
-    # They resume, and the run's own file can start a run, too.
-    commands = [*begun.values()]
-    for name in begun:
-        again = ["--run.dir", f"{name}2", "--duration", "2", "--eval.every", "0"]
-        commands.append([f"{name}/recipe.yaml", *again])
-    commands.append(["r.yaml", *decay, "--ema.ramp", "0.05", "--run.dir", "c"])
-    (found,) = run(each_forked, [(tmp_path, words) for words in commands]).ok()
-    *good, rejected = found
-    assert [ended.code for ended in good] == [0] * 4, good
-    assert all("resuming from" in ended.output for ended in good[:2]), good
-    assert rejected.code == 2
-    assert "ema.ramp 0.05 has no effect with ema.half_life 0" in rejected.output

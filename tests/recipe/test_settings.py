@@ -17,7 +17,7 @@ from oneloop.basics.duration import Duration, Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch import processes
-from oneloop.recipe.comparison import only_extends
+from oneloop.recipe.comparison import difference, only_extends
 from oneloop.recipe.parse import parser, read
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows import csv_json_lines
@@ -504,3 +504,11 @@ def test_a_run_may_be_longer_if_nothing_else_would_change(words, extends):
     longer = read([*TINY, "--duration", "30", *words.split()]).resolved
     assert only_extends(short, longer) is extends
     assert not only_extends(longer, short)
+
+
+def test_a_ramp_of_null_is_that_of_a_half_life():
+    null = read([*TINY, "--ema.half_life", "128"]).resolved
+    same = read([*TINY, "--ema.half_life", "128", "--ema.ramp", "0.05"]).resolved
+    other = read([*TINY, "--ema.half_life", "128", "--ema.ramp", "0"]).resolved
+    assert difference(null, same) == difference(same, null) == []
+    assert difference(null, other) == ["ema.ramp: None -> 0.0"]

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from oneloop.data.fingerprint import changes
 from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.sft import SFT
@@ -121,7 +122,6 @@ def test_a_message_that_is_trained_changes_nothing(tmp_path, value):
     plain = task_of(written(tmp_path / "plain", chats()), marked=True)
     flagged = task_of(written(tmp_path / "flagged", chats(weight=value)), marked=True)
     assert trained(flagged) == trained(plain) == [BAD, GOOD]
-    assert "flags" not in flagged.train_set().fingerprint()
 
 
 def test_flags_in_other_encodings(tmp_path):
@@ -149,7 +149,7 @@ def test_keys_of_arguments_are_no_flags(tmp_path):
     (tmp_path / "calls.jinja").write_text(template)
     folder = written(tmp_path / "data", rows)
     task = task_of(folder, marked=True, chat_template=str(tmp_path / "calls.jinja"))
-    assert len(trained(task)) == 2 and "flags" not in task.train_set().fingerprint()
+    assert len(trained(task)) == 2
 
 
 def test_messages_that_are_no_list_are_named(tmp_path):
@@ -195,14 +195,22 @@ def test_only_answers_can_be_trained(tmp_path):
         task_of(written(tmp_path / "data", rows), marked=True)
 
 
-def test_flags_are_in_the_fingerprint_and_their_absence_is_not(tmp_path):
-    plain = task_of(written(tmp_path / "plain", chats()), marked=True)
-    content = plain.train_set().fingerprint()
-    assert "flags" not in content and "system" not in content
+def test_other_flags_are_other_samples(tmp_path):
+    """In the fingerprint, and in the cache of tokens."""
     folder = written(tmp_path / "flagged", chats(weight=0))
-    flagged = task_of(folder, marked=True).train_set().fingerprint()
-    ignored = task_of(folder, marked=True, flags=["train"]).train_set().fingerprint()
-    assert "begin a new run" in flagged["flags"] and "flags" not in ignored
+    flagged = task_of(folder, marked=True)
+    ignored = task_of(folder, marked=True, flags=["train"])
+    assert (trained(flagged), trained(ignored)) == ([GOOD], [BAD, GOOD])
+    assert changes(flagged.train_set().fingerprint(), ignored.train_set().fingerprint())
+
+
+def test_messages_of_a_prompt_have_no_flags(tmp_path):
+    """They are not trained, and a prediction does not read them."""
+    folder = written(tmp_path / "data", chats())
+    task = task_of(folder, marked=True)
+    prompt = [{"role": "user", "content": "a 1", "train": True}]
+    rows = written(tmp_path / "prompts", [{"prompt": prompt} for _ in range(3)])
+    assert len(task.samples_of(str(rows), labelled=False)) == 3
 
 
 # --- the column of system prompts ---

@@ -122,18 +122,6 @@ def test_a_text_that_is_too_short_is_named(tmp_path):
         CausalLM(str(tmp_path / "a.txt"), **SMALL)
 
 
-def test_only_texts_that_were_cut_before_have_another_fingerprint(tmp_path):
-    """Older versions cut fewer than 40 files without a validation split."""
-    files(tmp_path / "few" / "train", 3)
-    (tmp_path / "few" / "validation").mkdir()
-    (tmp_path / "few" / "validation" / "a.txt").write_text("some text\n" * 9)
-    files(tmp_path / "many", 45)
-    files(tmp_path / "cut", 6)
-    for name, changed in (("few", False), ("many", False), ("cut", True)):
-        content = CausalLM(str(tmp_path / name), **SMALL).train_set().fingerprint()
-        assert ("text files" in content) == changed
-
-
 def test_files_that_are_not_read_are_listed(tmp_path):
     files(tmp_path / "data", 4)
     (tmp_path / "data" / "table.xlsx").write_bytes(b"")

@@ -209,13 +209,12 @@ def test_matrices_have_any_shape(tmp_path):
         matrices(Named(), computed)
 
 
-def test_damaged_and_old_matrices():
-    old = {"classes": ["a", "b"], "counts": [[1, 2], [3, 4]]}
+def test_damaged_matrices():
     expected = {"rows": ["a", "b"], "columns": ["a", "b"], "counts": [[1, 2], [3, 4]]}
-    assert matrices_of({"confusion": old}) == {"confusion": expected}
+    assert matrices_of({"matrices": {"m": expected}}) == {"m": expected}
     for counts in ([[1, 2]], [[1], [2]], [[1, "nan"], [1, 2]], 3, None, [["a", 1], [1, 2]]):
         assert matrices_of({"matrices": {"m": {**expected, "counts": counts}}}) == {}
-    assert matrices_of({"matrices": [1], "confusion": 5}) == {}
+    assert matrices_of({"matrices": [1]}) == matrices_of({}) == {}
 
 
 def test_positions_on_the_other_axes(tmp_path):

@@ -579,15 +579,15 @@ def hostile(folder: Path) -> None:
         {**sample, "prompt": evil("prompt"), "continuation": evil("continuation")},
         evil("sample"),
     ]
-    confusion = {"classes": [evil("class"), "b"], "counts": [[1, 2], [3, 4]]}
+    classes = [evil("class"), "b"]
+    confusion = {"rows": classes, "columns": classes, "counts": [[1, 2], [3, 4]]}
     rows = {"rows": [evil("row"), "b"], "columns": [evil("column")], "counts": [[1], [2]]}
-    matrices = {evil("matrix"): rows}
+    matrices = {evil("matrix"): rows, "confusion": confusion}
     (folder / "examples.json").write_text(
         json.dumps(
             {
                 "step": evil("step"),
                 "samples": samples,
-                "confusion": confusion,
                 "matrices": matrices,
             }
         )

@@ -38,7 +38,6 @@ BUILT = {"basics", "evaluation", "launch", *LEAVES}
 TASKS = {"tasks", "task_protocol", "basics", "data", "frozen"}
 ALLOWED = {
     "basics": set(),
-    "old_names": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
     "tasks": {"basics", "data", "frozen", "task_protocol"},
     "evaluation": {"basics", "data", "ema", "show", "task_protocol"},
@@ -197,7 +196,7 @@ TOKENS = {  # of code in src/, by the issue that added its budget; usable in any
     "right on a GPU: kernels, devices, pinned memory, Muon on several ranks, time-outs": 4000,
     "a laptop: one room for the system, spawn, Apple's GPUs, machine.device": 3000,
     "the first GPU: saves that overlap with training, the loss without logits, plans": 1700,
-    "three houses: files that import from at most 15 modules, a table, old import paths": 2400,
+    "three houses: files that import from at most 15 modules, a table": 2400,
     "masked language modelling: masks, attention in both directions, its task": 2600,
     "what is generated in evaluations, its metrics, encoder-decoder models": 6700,
     "what ordinary projects miss: schedules, order, EMA, images, reports to look at": 6900,

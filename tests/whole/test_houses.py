@@ -1,4 +1,4 @@
-"""The three houses: a run needs neither tools nor packaged tasks, and old import paths work."""
+"""The three houses: a run needs neither tools nor packaged tasks."""
 
 import ast
 import json
@@ -15,13 +15,11 @@ from code_measures import imports
 from core_copies import PACKAGE, copied, line_command, variables
 from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
-from oneloop.old_names import _FOLDERS, _MOVED, new_names
 from worlds import CONFIGS, ROOT, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.houses",
     "oneloop.cli",
-    "oneloop.old_names",
     "oneloop.tools.graph",
 )
 
@@ -34,7 +32,6 @@ def _train_with_the_copy(words: list[str]) -> None:
     here = Path.cwd()
     for name in [name for name in sys.modules if name.partition(".")[0] == "oneloop"]:
         del sys.modules[name]
-    sys.meta_path[:] = [one for one in sys.meta_path if "oneloop" not in type(one).__module__]
     sys.path[:] = [str(here), *(one for one in sys.path if Path(one) != PACKAGE.parent)]
 
     import oneloop
@@ -62,55 +59,6 @@ def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
     whole = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert whole["step"] == 6
     assert whole["best"]["value"] is not None
-
-
-@pytest.mark.parametrize("old", sorted({*_MOVED} - {*_FOLDERS}))
-def test_an_old_import_path_leads_to_the_module(old):
-    new = import_module(f"oneloop.{_MOVED[old]}")
-    module = import_module(f"oneloop.{old}")
-    public = [name for name in vars(new) if not name.startswith("_")]
-    assert public
-    assert all(getattr(module, name) is getattr(new, name) for name in public)
-    with pytest.raises(AttributeError, match="has no attribute"):
-        module.nothing_of_this_name  # noqa: B018
-
-
-def test_all_names_of_moved_modules_are_found():
-    """moved_names.txt lists the public names of modules of commit 95c85fa that have moved."""
-    lost = []
-    for line in (ROOT / "tests" / "whole" / "moved_names.txt").read_text().splitlines():
-        module, _, names = line.partition(": ")
-        found = import_module(module)
-        lost += [f"{module}.{name}" for name in names.split() if not hasattr(found, name)]
-    assert lost == []
-
-
-def test_modules_of_a_moved_folder_are_found_too():
-    assert new_names("oneloop.data.rows.rewrite") == ["oneloop.tasks.rows.rewrite"]
-    assert new_names("oneloop.data.order") == []
-    from oneloop.show.report.page import write_report
-
-    assert write_report.__module__ == "oneloop.tools.report.page"
-    with pytest.raises(ModuleNotFoundError, match=r"oneloop\.plan\.nothing"):
-        import_module("oneloop.plan.nothing")
-
-
-def test_all_names_of_an_old_module_can_be_imported():
-    names: dict[str, object] = {}
-    exec("from oneloop.tasks.protocol import *", names)
-    assert names["Task"] is import_module("oneloop.task_protocol.protocol").Task
-
-
-def _old_module() -> None:
-    """Do what python -m oneloop.apply nothing does."""
-    sys.argv = ["oneloop.apply", "nothing"]
-    runpy.run_module("oneloop.apply", run_name="__main__", alter_sys=True)
-
-
-def test_a_module_with_an_old_name_runs():
-    world = run(_old_module)
-    assert world.codes == [2], world.output
-    assert "known: evaluate, predict" in world.output
 
 
 def test_the_table_names_what_is_there():

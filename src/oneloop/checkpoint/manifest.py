@@ -27,8 +27,7 @@ from oneloop.basics.untrusted import (
 Entries = Mapping[str, Any]
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 2  # version of the manifest; version 1 did not list the tensors
-_READ = (1, 2)  # versions that this code reads
+FORMAT = 2  # version of the manifest
 
 # What a manifest must look like, as check_form reads it.
 _SIZE = range(1 << 60)
@@ -51,12 +50,16 @@ def _is_shape(value: object) -> bool:
     return all(type(size) is int and size in STEP for size in value)
 
 
-_FORM = {
-    "step?": STEP,
+_FOLDER = {  # of final weights or frozen parameters
     "attempt?": re.compile(r"\d{1,9}-[0-9a-z]{1,32}"),
     "files": {None: _STORED},
-    "about": _ABOUT,
-    "tensors?": {None: (str, _is_shape)},  # dtype and shape
+    "about": {**_ABOUT, "base?": _BASE_MODEL},
+}
+_CHECKPOINT = {
+    **_FOLDER,
+    "step": STEP,
+    "about": {**_ABOUT, "base?": _FROZEN},
+    "tensors": {None: (str, _is_shape)},  # dtype and shape
 }
 
 # What the header of a safetensors file must look like.
@@ -126,20 +129,16 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if recorded != expected:
         raise ValueError(f"{MANIFEST} is damaged: expected checksum {expected}, found {recorded}")
-    if manifest.get("format") not in _READ:
+    if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads formats {_READ}"
+            f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads format {FORMAT}"
         )
 
     # Check names, types and bounds.
-    check_form(manifest, _FORM, MANIFEST)
+    check_form(manifest, _CHECKPOINT if "step" in manifest else _FOLDER, MANIFEST)
     for name in manifest["files"]:
         if not is_plain(name, 2) or name == MANIFEST:
             raise ValueError(f"{MANIFEST} lists the file {name!r}, which is not a plain name")
-    base = manifest["about"].get("base")
-    if base is not None:
-        form = _FROZEN if "step" in manifest else _BASE_MODEL
-        check_form(base, form, f"{MANIFEST}['about']['base']")
     return dict(manifest)
 
 

@@ -121,7 +121,7 @@ class MovedBuffers:
             say: reports that it is of another number of ranks: then all get those of rank 0.
         """
         manifest = read_manifest(folder)
-        listed = manifest.get("tensors") or {}  # format 1 does not list them
+        listed = manifest.get("tensors", {})  # only a checkpoint has them
         names = _moved_in(listed)
         rank = self._rank
         saved = manifest["about"].get("ranks")
@@ -156,7 +156,7 @@ class MovedBuffers:
 
         Call it before :meth:`targets`. Large ones stay; persistent ones are loaded.
         """
-        listed = _moved_in(read_manifest(folder).get("tensors") or {})
+        listed = _moved_in(read_manifest(folder).get("tensors", {}))
         now = _contents(_buffers(self._model))
         for name in (now.keys() | self._start.keys()) - listed:
             if now.get(name) == self._start.get(name):
@@ -180,7 +180,7 @@ class MovedBuffers:
             if buffers[name].is_complex():
                 loaded = torch.view_as_complex(loaded)
             self._set(name, loaded)
-        self._moved = _moved_in(read_manifest(folder).get("tensors") or {})
+        self._moved = _moved_in(read_manifest(folder)["tensors"])
         self._begin()
 
     def _set(self, name: str, content: Tensor) -> None:

@@ -153,7 +153,7 @@ def _default(run: Path) -> str:
     except ValueError:
         # chosen_of reports the damage
         return FINAL if (run / FINAL / MANIFEST).exists() else "newest"
-    end = about.get("end", about.get("step", 0))
+    end = about.get("end", 0)
     return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
 

@@ -311,8 +311,7 @@ class RunState:
             saved = {name: value for name, value in saved.items() if name not in self._own}
 
         # Start the EMAs of parameters that were not trained before from the current weights.
-        # format 1 does not list the tensors
-        there = read_manifest(path).get("tensors") or self._extra()
+        there = read_manifest(path)["tensors"]
         for ema in self.emas:
             ema.begin(ema.tensors().keys() - there.keys())
 

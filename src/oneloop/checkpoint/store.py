@@ -223,8 +223,10 @@ def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     # Links and the step need no reading of files.
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
     wrong = [f"{name}: a link, which may lead elsewhere" for name in links]
-    if _NAME.fullmatch(folder.name) and manifest.get("step") != step_of(folder):
-        wrong.append(f"its manifest belongs to step {manifest.get('step')}")
+    if "step" not in manifest:
+        wrong.append("its manifest is not that of a checkpoint")
+    elif _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
+        wrong.append(f"its manifest belongs to step {manifest['step']}")
     if wrong:
         return wrong
 
@@ -232,6 +234,4 @@ def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     wrong = changed(folder, manifest["files"])
     unknown = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
     wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
-    if wrong or not manifest.get("tensors"):  # format 1 does not list the tensors
-        return wrong
-    return tensor_problems(folder, manifest["files"], manifest["tensors"])
+    return wrong or tensor_problems(folder, manifest["files"], manifest["tensors"])

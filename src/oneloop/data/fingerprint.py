@@ -7,13 +7,6 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 _NAMED = 3  # at most this many changed files are named
-ORDER_OF_ROW_GROUPS = "order of row groups"
-"""entry of a fingerprint: the version of the order of Parquet rows; older versions wrote none"""
-
-_OLDER_ORDER = (
-    "the order of row groups has changed since the version of oneloop that began the run; begin a "
-    "new run, or train this one to its end with the older version"
-)
 
 
 def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
@@ -32,23 +25,7 @@ def content_checksum(described: Any) -> str:
     return xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
 
-def of_shuffled(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint of rows for samples that are all shuffled, such as tokens.
-
-    The order of the rows does not matter to them.
-    """
-    made = dict(fingerprint)
-    if ORDER_OF_ROW_GROUPS in made:
-        made[ORDER_OF_ROW_GROUPS] = None
-    return made
-
-
-def changes(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    order: bool = True,
-) -> list[str]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints; files by name.
 
     The checksum of the files' content is compared if both have it: files in a bucket have none.
@@ -56,18 +33,12 @@ def changes(
     Args:
         before: the recorded fingerprint.
         now: the current one.
-        order: whether another order of the same rows is a difference.
     """
-    before = _in_new_form(before, now)
     lines = list(_of_files(before.get("files"), now.get("files")))
     for key in dict.fromkeys([*before, *now]):
         old = before.get(key)
         new = now.get(key)
         if old == new or key == "files":
-            continue
-        if key == ORDER_OF_ROW_GROUPS:
-            if order and key in before and key in now:
-                lines.append(_OLDER_ORDER)
             continue
         if lines and key in ("length", "samples", "rows", "groups", "checksum"):
             continue  # these differ because the files differ
@@ -76,7 +47,7 @@ def changes(
                 lines.append("the content of a file has changed")
             continue
         if key == "sets" and isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += _of_sets(old, new, order)
+            lines += _of_sets(old, new)
         elif key in ("length", "samples") and old and new:
             lines.append(f"{new:,} samples, not {old:,}")
         elif key in ("length", "samples"):
@@ -88,26 +59,12 @@ def changes(
     return lines
 
 
-def _in_new_form(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a fingerprint of an older version as this version would write it.
-
-    Of Parquet files, older versions recorded checksums of the content in place of footers.
-    """
-    if ORDER_OF_ROW_GROUPS in before or not before.get("files") or not now.get("checksum"):
-        return before
-    files = before["files"]
-    if "digest" not in files and not any(name.endswith(".parquet") for name in files):
-        return before
-    checksum = content_checksum(files)
-    return {**before, "files": now["files"], "checksum": checksum, ORDER_OF_ROW_GROUPS: None}
-
-
-def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any], order: bool) -> Iterator[str]:
+def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line per difference between the sets of two mixtures."""
     for name in before.keys() ^ now.keys():
         yield f"{name} is {'missing' if name in before else 'new'}"
     for name in before.keys() & now.keys():
-        for line in changes(before[name], now[name], order=order):
+        for line in changes(before[name], now[name]):
             yield f"{name}: {line}"
 
 

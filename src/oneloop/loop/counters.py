@@ -57,8 +57,7 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for known in fields(self):
-            if known.name in state:
-                setattr(self, known.name, state[known.name])
+            setattr(self, known.name, state[known.name])
 
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
@@ -135,12 +134,11 @@ class Best:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # The best of another metric or direction is none. Older versions stored only the value.
-        compared = {"metric": self.metric, "upward": self.upward}
-        if {**compared, **state} == {**state, **compared}:
-            for known in fields(self):
-                if known.name in state:
-                    setattr(self, known.name, state[known.name])
+        # The best of another metric or direction is none.
+        if state["metric"] == self.metric and state["upward"] == self.upward:
+            self.value = state["value"]
+            self.step = state["step"]
+            self.since = state["since"]
 
     def update(self, value: float, step: int) -> bool:
         """Compare the result of an evaluation with the best one so far.

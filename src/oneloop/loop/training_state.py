@@ -86,7 +86,7 @@ class State(RunState):
         inputs: dict[str, Any] = {}
         with run.setting_up():
             if run.main:
-                inputs = inputs_of(job, run, optimizer, seen)
+                inputs = inputs_of(job, run, optimizer)
         same = InputCheck(
             run.from_main(inputs),
             accept_changes=recipe.run.accept_changes,

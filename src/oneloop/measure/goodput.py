@@ -61,7 +61,7 @@ def sentence(summary: Mapping[str, Any]) -> str:
     lost.
 
     Args:
-        summary: the content of summary.json, also of an earlier version or of unknown origin.
+        summary: the content of summary.json, also of unknown origin.
     """
     found = summary.get("goodput")
     if not isinstance(found, Mapping) or summary.get("exit_code") == STOPPED:

@@ -41,8 +41,6 @@ NEEDS = {
 }
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
 it"""
-_EARLIER_DEFAULTS = {"ema.ramp": 0.05}
-"""defaults that older versions wrote into recipe.yaml, also if they had no effect"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
@@ -147,9 +145,6 @@ def without_effect(
             shown_value = _text(values[other])
             has_effect = (shown_value in allowed.split("|")) != bool(unlike)
             if has_effect:
-                continue
-            if key not in typed and values[key] == _EARLIER_DEFAULTS.get(key):
-                dropped.add(key)
                 continue
             if key in typed or other not in typed:
                 raise BadInput(

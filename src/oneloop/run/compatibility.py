@@ -13,14 +13,12 @@ from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.sample_checksums import SAMPLES, first_checksum, spread_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.job.build import Job
-from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
 from oneloop.task_protocol.protocol_checks import theirs
-from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _COMPARED = {
     "trained": "trained parameters",
@@ -74,8 +72,7 @@ class InputCheck:
         there = saved.get("identity")
         if not there:
             self._say(
-                "the checkpoint has no fingerprints of data and model (older oneloop): nothing "
-                "to compare"
+                "the checkpoint has no fingerprints of data and model, so nothing is compared"
             )
             return
         with as_expected("the record of the inputs in the checkpoint"):
@@ -89,16 +86,16 @@ class InputCheck:
             self._say(f"accepted: {line}")
 
         # A different device is not an error, but it rounds and draws differently.
-        device = there.get("device")
-        if device not in (None, self.about["device"]):
+        device = there["device"]
+        if device != self.about["device"]:
             self._say(
                 f"the run continues on {self.about['device']}; before: {device}. It sees the same "
                 "samples, but rounds differently, and dropout draws other random numbers"
             )
 
         # Another source of the task is no error: the user may have corrected it.
-        before = there.get("source") or {}
-        now = self.about.get("source") or {}
+        before = there["source"]
+        now = self.about["source"]
         if before.get("checksum") != now.get("checksum"):
             self._say(
                 f"the source of the task has changed ({now.get('file', 'unknown file')}): the run "
@@ -107,12 +104,9 @@ class InputCheck:
 
     def _recipe_differences(self, there: Mapping[str, Any]) -> list[str]:
         """Return the keys of what is trained that differ from the recipe of a checkpoint."""
-        old = there.get("recipe")
         if not self._same_recipe:
             return []
-        if not old:
-            self._say("the checkpoint does not hold its recipe (older oneloop): not compared")
-            return []
+        old = there["recipe"]
         new = self.about["recipe"]
         changed = [] if only_extends(old, new) else difference(old, new)
         order = there["order"]
@@ -142,17 +136,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     for key, what in _COMPARED.items():
         if before[key] != now[key]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
-    if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
+    if before["follows"] != now["follows"]:
         found.append(
             f"the steps of the run, along which the loss changes: {before['follows']} -> "
             f"{now['follows']}"
-        )
-
-    # An older oneloop did not seed these generators, so its numbers cannot be continued.
-    if now.get("others") and "others" not in before:
-        found.append(
-            "a forward draws from Python's or numpy's generator, which the older oneloop that "
-            "began the run did not seed: a resume draws other random numbers"
         )
 
     # With batch.grain in both: device and versions.
@@ -180,15 +167,12 @@ def _computed_otherwise(key: str, there: Any, here: Any) -> str:
     return f"{key}: {', '.join(differ)}"
 
 
-def data_differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], *, order: bool = True
-) -> list[str]:
+def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences of the data; one that several sets share is listed once.
 
     Args:
         before: the recorded inputs.
         now: the current ones.
-        order: whether another order of the same rows is a difference.
     """
     found: list[str] = []
     reported: dict[str, list[str]] = {}  # names of data sets by difference of their content
@@ -201,7 +185,7 @@ def data_differences(
         elif here is None:
             found.append(f"the {name} set is missing")
         elif there.get("content") and here.get("content"):
-            for line in changes(there["content"], here["content"], order=order):
+            for line in changes(there["content"], here["content"]):
                 reported.setdefault(line, []).append(name)
         else:
             compared = False
@@ -231,14 +215,13 @@ def _sample_differences(
         yield f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
 
 
-def inputs_of(job: Job, run: Run, optimizer: Optimizer, seen: Preflight) -> dict[str, Any]:
+def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
     """Return the inputs of the job as plain data. Call it on rank 0 only; it reads some samples.
 
     A data set has no checksum if its samples differ each time they are loaded."""
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
     workers = run.workers(job.recipe.machine.workers)
-    always = job.exact or is_whole_batch(job.task)  # seeds these generators in any case
     structure = job.built.structure
     if len(structure) >= 1 << 15:
         structure = _digest(structure)
@@ -253,7 +236,6 @@ def inputs_of(job: Job, run: Run, optimizer: Optimizer, seen: Preflight) -> dict
         "recipe": dict(job.recipe.resolved),
         "device": run.device.type,
         "computed": computed_by(job.recipe, run.device) if job.exact else None,
-        "others": seen.others.drawn and not always,
     }
 
 

@@ -218,9 +218,9 @@ class Folder:
         for path, wrong in self._store.newest_good():
             if wrong:
                 continue
-            with suppress(ValueError):
+            with suppress(ValueError, KeyError):
                 state = read_state(path, FORMS)
-                recipe: dict[str, Any] | None = state.get("identity", {}).get("recipe")
+                recipe: dict[str, Any] = state["identity"]["recipe"]
                 return recipe
         return None
 

@@ -20,31 +20,32 @@ IDENTITY = {
     "trained": str,
     "precision": str,
     "rates": [is_number],
-    "source?": {"file?": str, "checksum?": HEX16},
-    "recipe?": {None: object},
-    "computed?": dict | None,
-    "others?": bool,
+    "source": {"file?": str, "checksum?": HEX16},
+    "follows": int | None,
+    "recipe": {None: object},
+    "device": str,
+    "computed": dict | None,
     "order": {"position": STEP, "hash": str | None},
 }
-EMA = {"seen": is_amount, "due": is_amount, "updates": STEP, "calls?": STEP}
+EMA = {"seen": is_amount, "due": is_amount, "updates": STEP, "calls": STEP}
 FORMS: dict[str, Form] = {
     "counters": {
         "position": STEP,
         "step": STEP,
         "samples": STEP,
         "weight": is_amount,
-        "reductions?": STEP,
-        "waited?": STEP,
-        "seconds?": is_amount,
-        "evaluation_due?": bool,
-        "lost?": {None: is_number},
+        "reductions": STEP,
+        "waited": STEP,
+        "seconds": is_amount,
+        "evaluation_due": bool,
+        "lost": {None: is_number},
     },
     "best": {
-        "metric?": str,
-        "upward?": bool,
-        "value?": is_number_or_none,
-        "step?": STEP,
-        "since?": STEP,
+        "metric": str,
+        "upward": bool,
+        "value": is_number_or_none,
+        "step": STEP,
+        "since": STEP,
     },
     "meter": {
         "losses?": [is_number],
@@ -57,7 +58,7 @@ FORMS: dict[str, Form] = {
     "guard": {"values?": [[is_number]], "count?": STEP},
     "identity": IDENTITY,
     "draws": {"drawn": bool},
-    "tracking": {"bytes": STEP, "step?": STEP, "xxh3?": HEX16},
+    "tracking": {"bytes": STEP, "step": STEP, "xxh3": HEX16},
     "scaler": {None: is_number},
 }
 

@@ -64,7 +64,7 @@ class Lines:
         """
         # Rewrite a file that does not match from its readable lines.
         if self._move_invalid() or not self._holds(state):
-            most = state.get("step", float("inf"))
+            most = state["step"]
             good = [line for line in self._readable() if json.loads(line)["step"] <= most]
             self._say(
                 f"{self.path} does not match the checkpoint (cut or damaged): the {len(good)} "
@@ -72,7 +72,7 @@ class Lines:
             )
             self._cut(0)
             self._write(b"".join(good))
-            self._step = int(state.get("step", 0))
+            self._step = most
             return
 
         # Truncate a file that matches, and append the lines to keep.
@@ -81,7 +81,7 @@ class Lines:
         lines = file.read().splitlines(keepends=True)
         later = [line for line in lines if kept in line and line.endswith(b"\n")]
         self._cut(int(state["bytes"]))
-        self._step = int(state.get("step", 0))
+        self._step = state["step"]
         self._write(b"".join(later))
 
     def close(self) -> None:
@@ -114,8 +114,7 @@ class Lines:
             length -= len(chunk)
         if length:
             return False  # the file is too short
-        found = self._digest.hexdigest()
-        return bool(state.get("xxh3", found) == found)
+        return bool(state["xxh3"] == self._digest.hexdigest())
 
     def _readable(self) -> Iterator[bytes]:
         """Yield the lines that are complete."""

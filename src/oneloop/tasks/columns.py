@@ -13,7 +13,6 @@ from oneloop.basics.files import replacing
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.remote_checks import (
     check_value,
     is_finite,
@@ -112,11 +111,6 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
             turned += checked.turned
-            if checked.turned and not isinstance(rows, Parquet):
-                rows.content = rows.content | {
-                    "EXIF orientation": f"{checked.turned:,} images are turned by it; older "
-                    "versions of oneloop ignored it, so begin a new run"
-                }
         empty = [*map(str, empty_classes(Path(source.where)))]
 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.language.encoder_decoder import (
     check_encoder_decoder,
     check_tokenizer,
@@ -241,7 +240,7 @@ class Seq2Seq(TokenTargets):
         texts: Ragged = ragged(
             rows, encode, made_by=key, what=f"tokenizing {source.where}", skip=skip
         )
-        content = {**of_shuffled(rows.fingerprint()), "made by": key_of(key)}
+        content = {**rows.fingerprint(), "made by": key_of(key)}
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:
             content["skipped"] = key_of(left_out)

@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.conversations import (
@@ -17,7 +16,6 @@ from oneloop.tasks.language.conversations import (
     is_text,
 )
 from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.message_flags import keys_of
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import Overlong
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
@@ -198,23 +196,18 @@ class AnswerRows(LanguageModel):
         # The cache key names all that the tokens of a row depend on.
         named = {key: name for key, name in columns.items() if name or key != "system"}
         cache_key = [*self._cache_key, chat and chat.template, named, labelled]
-        cache_key += self._encode_key()
+        cache_key += [*self._encode_key(), *self.flags]
         if chat and "strftime_now" in chat.template:
             cache_key.append(self._day)
-        content = {**of_shuffled(rows.fingerprint()), "made by": key_of(cache_key)}
+        content = {**rows.fingerprint(), "made by": key_of(cache_key)}
 
         check_system(source, rows)
-        keys = keys_of(rows, columns, chat, self.flags)
-        content |= keys.read_since
-        cache_key += keys.read_since.items()
-        if keys.calls or keys.flags:
-            cache_key.append([keys.calls, *keys.flags])  # older versions did not check these
         encode = partial(
             self._encode(labelled=labelled),
             columns=columns,
             tokenizer=self.tokenizer,
             chat=chat,
-            flags=keys.flags,
+            flags=self.flags,
         )
 
         # Do not skip rows of ``oneloop predict``: each row needs its answer.

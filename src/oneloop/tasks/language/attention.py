@@ -265,7 +265,7 @@ def _of_different_lengths(
     key = key.transpose(1, 2).flatten(0, 1)
     value = value.transpose(1, 2).flatten(0, 1)
 
-    # Several query heads may share a key head, which older versions do not know.
+    # Several query heads may share a key head, which older versions of torch do not know.
     groups = query.shape[1] // key.shape[1]
     kernel = _KERNEL
     if groups > 1 and "enable_gqa" in _OPTIONS:

@@ -93,7 +93,9 @@ def encoded_prompt(
         _reject_system(row, columns)
         tokens = prompted(tokenizer, prompt)
     else:
-        messages, untrained = _messages(row, columns, prompt, flags)
+        # The messages of a prompt have no flags.
+        own = flags if columns["messages"] else ()
+        messages, untrained = _messages(row, columns, prompt, own)
         # The last message may be the answer.
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             return _chat(chat).encode(

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
-from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
@@ -134,8 +133,7 @@ _IN_MEMORY = 64 << 20  # bytes of files; larger data are converted once and memo
 _CUT = 128 << 20  # bytes of one or two files that are cut in memory for the validation split
 _HELD_OUT = ("validation", "test")
 _FEW = 3  # fewer files cannot be divided into training, validation and test
-# Older versions cut the lines of fewer files into pieces, each of which was a text.
-_PIECES_BEFORE = 40
+_MANY = 40  # fewer files are divided by their lengths, more by checksums of their names
 _KINDS = ["parquet", "arrow", "json", "csv", "tsv", "text"]
 
 
@@ -197,7 +195,7 @@ class InRows:
         return ragged(self.rows, partial(_tokens, encode, self.column), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**of_shuffled(self.rows.fingerprint()), "text": self.column}
+        return {**self.rows.fingerprint(), "text": self.column}
 
     def cache_key(self) -> dict[str, Any]:
         return {**rows_content(self.rows), "text": self.column}
@@ -245,18 +243,13 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
         divided_splits = splits
     else:
         number = len(splits[training])
-        if number < _PIECES_BEFORE:
-            content["text files"] = (
-                "each is one text (older versions of oneloop cut fewer than 40 files into pieces, "
-                "so begin a new run)"
-            )
         if number < _FEW:
             divided_splits = _cut(splits, share)
             source.notes.append(
                 f"{where}: the end of each file is held out, because {number} cannot be divided; "
                 "see task.held_out"
             )
-        elif number < _PIECES_BEFORE:
+        elif number < _MANY:
             divided_splits = _by_size(splits, share)
             source.notes.append(f"{where}: {_shares(divided_splits)}")
         else:

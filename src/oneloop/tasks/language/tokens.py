@@ -81,8 +81,7 @@ class BPE:
         if cache_key is None:
             self.model = self._train(texts, vocab, special)
         else:
-            # The key of one special token is that of older versions.
-            with alone(f"bpe/{key_of(cache_key, vocab, *special[1:])}.json") as path:
+            with alone(f"bpe/{key_of(cache_key, vocab, *special)}.json") as path:
                 if not path.exists():
                     with replacing(path) as draft:
                         self._train(texts, vocab, special).save(str(draft))

@@ -111,8 +111,7 @@ def _table(
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
-            dataset, changed = image_rows(found, split, columns or [])
-            content |= changed
+            dataset = image_rows(found, split, columns or [])
         elif found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,15 @@ LABEL = "label"
 FILE = "file_name"
 _SHOWN = 5  # values in a message
 
+_Metadata = Mapping[Path, Mapping[str, Any]]
+"""the columns in a metadata file by image, without its name"""
+
 
 def image_rows(
     there: Found[Path],
     split: str,
     read: Sequence[str],
-) -> tuple[Any, dict[str, Any]]:
+) -> Any:
     """Return the images of a split as a ``datasets.Dataset``.
 
     Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
@@ -32,10 +34,6 @@ def image_rows(
         split: name of the split.
         read: the columns that are read.
 
-    Returns:
-        The images, and what to add to their fingerprint: a line if older versions read other
-        values.
-
     Raises:
         ValueError: a metadata file is unreadable, lacks an image, or names one twice or one that
             is missing.
@@ -44,23 +42,16 @@ def image_rows(
     from datasets import Dataset, Image
 
     files = there.parts[split]
-    changed = {}
-    metadata = {
-        folder: _Metadata.read(file, read) for folder, file in _metadata_files(there).items()
-    }
+    metadata = {folder: _read(file, read) for folder, file in _metadata_files(there).items()}
     if metadata:
         rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
-        if any(one.was_guessed for one in metadata.values()):
-            changed["metadata.csv"] = (
-                "its values are text; older versions of oneloop guessed types, so begin a new run"
-            )
     else:
         rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
 
     columns = Columns()
     columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
     table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
-    return Dataset(table).cast_column(IMAGE, Image(decode=False)), changed
+    return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 
 def metadata_of(there: Found[Path]) -> list[Path]:
@@ -83,51 +74,38 @@ def _metadata_files(there: Found[Path]) -> dict[Path, Path]:
     return found
 
 
-@dataclass(frozen=True)
-class _Metadata:
-    """The content of a metadata file.
+def _read(file: Path, columns: Sequence[str]) -> _Metadata:
+    """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself.
 
-    Args:
-        images: the other columns, by image.
-        was_guessed: whether older versions read other values: 01 and 1 were the same number.
+    ``columns``: those that are read.
     """
-
-    images: Mapping[Path, Mapping[str, Any]]
-    was_guessed: bool
-
-    @staticmethod
-    def read(file: Path, columns: Sequence[str]) -> "_Metadata":
-        """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself.
-
-        ``columns``: those that are read.
-        """
-        rows = _parquet(file) if file.suffix == ".parquet" else _text(file, columns)
-        images: dict[Path, Mapping[str, Any]] = {}
-        for number, row in enumerate(rows):
-            name = row.get(FILE)
-            if not isinstance(name, str) or not name:
-                raise ValueError(
-                    f"{file} has no text in a column {FILE!r} of row {number}, which must name "
-                    "the image"
-                )
-            if IMAGE in row:
-                raise ValueError(
-                    f"{file} has a column {IMAGE!r}, which is what the image itself is called; "
-                    "rename it"
-                )
-            others = {column: value for column, value in row.items() if column != FILE}
-            image = file.parent / os.path.normpath(name)
-            if image in images:
-                raise ValueError(
-                    f"{file} names {name} twice, with {_brief(images[image])} and "
-                    f"{_brief(others)}; keep one of the rows"
-                )
-            if not image.is_file():
-                raise ValueError(
-                    f"{file} names {name}, which does not exist; remove the row, or add the image"
-                )
-            images[image] = others
-        return _Metadata(images, file.suffix == ".csv" and _was_guessed(file, rows, columns))
+    rows = _parquet(file) if file.suffix == ".parquet" else _text(file, columns)
+    images: dict[Path, Mapping[str, Any]] = {}
+    for number, row in enumerate(rows):
+        name = row.get(FILE)
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"{file} has no text in a column {FILE!r} of row {number}, which must name "
+                "the image"
+            )
+        if IMAGE in row:
+            raise ValueError(
+                f"{file} has a column {IMAGE!r}, which is what the image itself is called; "
+                "rename it"
+            )
+        others = {column: value for column, value in row.items() if column != FILE}
+        image = file.parent / os.path.normpath(name)
+        if image in images:
+            raise ValueError(
+                f"{file} names {name} twice, with {_brief(images[image])} and "
+                f"{_brief(others)}; keep one of the rows"
+            )
+        if not image.is_file():
+            raise ValueError(
+                f"{file} names {name}, which does not exist; remove the row, or add the image"
+            )
+        images[image] = others
+    return images
 
 
 def _text(file: Path, columns: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -157,31 +135,11 @@ def _parquet(file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _was_guessed(file: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bool:
-    """Return whether older versions read other values in these columns, with guessed types."""
-    import pyarrow
-    from pyarrow import csv
-
-    try:
-        guessed = csv.read_csv(file)
-    except pyarrow.ArrowException:
-        return True
-    for name, column in zip(guessed.column_names, guessed.columns, strict=True):
-        if name not in columns:
-            continue
-        texts = [row.get(name) for row in rows]
-        # Texts and plain integers have the same classes and splits.
-        plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_integer(column.type)
-        if not plain or texts != list(map(str, column.to_pylist())):
-            return True
-    return False
-
-
 def _about(file: Path, metadata: Mapping[Path, _Metadata]) -> Mapping[str, Any]:
     """Return the columns of an image from the nearest metadata file that lists it."""
     for folder in file.parents:
-        if folder in metadata and file in metadata[folder].images:
-            return metadata[folder].images[file]
+        if folder in metadata and file in metadata[folder]:
+            return metadata[folder][file]
     raise ValueError(f"{file} is in no metadata file above it; add its row, or move it away")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS, content_checksum
+from oneloop.data.fingerprint import content_checksum
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
@@ -30,8 +30,6 @@ from oneloop.tasks.rows.rows import Row
 MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
 _SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
-# version of the order of the rows. 2: it follows from the footers alone; before: from some groups
-_ORDER_VERSION = 2
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
@@ -340,7 +338,6 @@ class Parquet:
         made = {
             "length": len(self),
             "columns": sorted(self.columns),
-            ORDER_OF_ROW_GROUPS: _ORDER_VERSION,
             **self._footers,
             **self._chosen,
         }

@@ -25,7 +25,7 @@ def reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
         with suppress(ValueError, KeyError):
             there = read_state(sealed[-1], FORMS)["identity"]
     if not there:
-        why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
+        why = "cannot be read" if sealed else "is missing"
         if is_main():
             line = f"{run}: its newest checkpoint {why}: its data is not compared"
             print(printable(line), file=sys.stderr)
@@ -35,7 +35,7 @@ def reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
     with as_expected("the record of the inputs in the newest checkpoint"):
-        changed = data_differences(there, now, order=False)
+        changed = data_differences(there, now)
     if changed:
         raise ValueError(
             f"{run} was trained with other data: {'; '.join(changed)}; restore it, or set "

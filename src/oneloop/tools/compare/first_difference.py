@@ -146,7 +146,7 @@ def _names(folder: Path, number: int) -> list[str]:
     for path in reversed(Store(folder / "checkpoints").sealed()):
         # Buffers of single ranks are not hashed. A damaged checkpoint has no names.
         try:
-            listed = read_manifest(path).get("tensors") or {}
+            listed = read_manifest(path)["tensors"]
         except ValueError:
             continue
         names = [name for name in listed if not name.startswith("rank.")]

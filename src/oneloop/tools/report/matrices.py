@@ -15,17 +15,8 @@ _OF_LABELS = ["true negative", "false positive", "false negative", "true positiv
 def matrices_of(examples: Mapping[str, Any]) -> dict[str, Matrix]:
     """Return the valid matrices in the content of examples.json, by name."""
     given = examples.get("matrices")
-    found = dict(given) if isinstance(given, dict) else {}
-
-    # Earlier versions wrote one matrix, whose rows and columns are the classes.
-    old = examples.get("confusion")
-    if isinstance(old, dict):
-        classes = old.get("classes")
-        table = {"rows": classes, "columns": classes, "counts": old.get("counts")}
-        found.setdefault("confusion", table)
-
     valid = {}
-    for name, table in found.items():
+    for name, table in given.items() if isinstance(given, dict) else ():
         checked = _checked(table)
         if checked:
             valid[str(name)] = checked
