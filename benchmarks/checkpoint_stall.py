@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.batch_layout import BatchLayout

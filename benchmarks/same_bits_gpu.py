@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
 from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import optimizer_tensors
 from oneloop.machine.reduction import Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.optim.adamw import AdamW

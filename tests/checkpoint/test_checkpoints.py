@@ -87,7 +87,7 @@ def step(model, optimizer, number: int) -> float:
 
 
 def everything(model, optimizer) -> dict[str, torch.Tensor]:
-    from oneloop.basics.tensors import optimizer_tensors
+    from oneloop.basics.optimizer_tensors import optimizer_tensors
     from oneloop.checkpoint.state_dict import model_tensors
 
     found = model_tensors(model) | optimizer_tensors(model, optimizer)

@@ -9,7 +9,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from oneloop.basics.tensors import optimizer_tensors, together
+from oneloop.basics.optimizer_tensors import optimizer_tensors
+from oneloop.basics.tensors import together
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.moved_buffers import MovedBuffers

@@ -217,16 +217,6 @@ def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
     return lines
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
-    """Return the tensors (not copies) of optimizers by ``optimizer.<parameter>.<key>``."""
-    tensors = {}
-    for name, parameter, _, one in optimized(model, optimizer):
-        for key, value in sorted(one.state.get(parameter, {}).items()):
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{name}.{key}"] = as_real(value.detach())
-    return tensors
-
-
 def sharded_units(model: nn.Module) -> list[FSDPModule]:
     """Return the modules that FSDP2 shards, and gathers, as a unit; none without FSDP2."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

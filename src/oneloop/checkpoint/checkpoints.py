@@ -19,21 +19,15 @@ from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.tensors import (
-    Models,
-    Optimizers,
-    host_group,
-    named,
-    optimizer_tensors,
-    together,
-)
+from oneloop.basics.optimizer_tensors import optimizer_tensors
+from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
-from oneloop.checkpoint.optimizer_values import Settings, load_own, load_values, optimizer_values
+from oneloop.checkpoint.optimizer_values import Settings, load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -391,9 +385,7 @@ class Checkpoints:
         model = together(model)
         reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
+        own = load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
-            load_own(state["optimizer"], model, optimizer)
-        load_tensors(folder, model, optimizer, extra=extra)
-        if optimizer is not None:
-            load_values(state["optimizer"], model, optimizer)
+            load_values(state["optimizer"], model, optimizer, own)
         return state

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.files import one_line
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
 from oneloop.basics.tensor_hash import as_bits
-from oneloop.basics.tensors import optimizer_tensors, plain_optimizer
+from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.optimizer_values import optimizer_values, settings_of

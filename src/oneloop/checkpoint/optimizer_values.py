@@ -2,15 +2,16 @@
 what an optimizer adds to its ``state_dict()``."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_with_path
 from xxhash import xxh3_64_hexdigest
 
+from oneloop.basics.optimizer_tensors import is_plain_tensor, own_name, own_state
 from oneloop.basics.tensors import (
     Optimizers,
     groups_of,
@@ -20,13 +21,11 @@ from oneloop.basics.tensors import (
     plain_optimizer,
 )
 from oneloop.basics.untrusted import as_expected, check_kind
-from oneloop.checkpoint.pieces import NAMES
 from oneloop.checkpoint.saved_state import decoded, encoded
 
 _COMPUTED = ("fused", "foreach", "capturable", "differentiable")
 """settings of a group that only say how an update is computed; they may change with the machine"""
-_MOST_ELEMENTS = 1 << 16  # of a tensor in a JSON file
-_TENSOR = {"dtype", "shape", "on_host", "values"}  # entries of a tensor in a JSON file
+_TENSOR = {"tensor", "on_host"}  # entries in place of a tensor: its name in the checkpoint
 Settings = Sequence[Mapping[str, Any]]
 """the entries of each parameter group that come from a recipe, which a checkpoint leaves out"""
 
@@ -40,9 +39,14 @@ def settings_of(optimizer: Optimizers, scheduled: Collection[str]) -> Settings:
     """
     settings = []
     for _, group in groups_of(optimizer):
-        own = tree_map(_as_plain, {**group, "params": None})
+        own = tree_map(_listed, {**group, "params": None})
         settings.append(own | dict.fromkeys(scheduled, ...))
     return settings
+
+
+def _listed(value: Any) -> Any:
+    """Return a tensor as numbers, which can be compared; any other value unchanged."""
+    return value.tolist() if is_plain_tensor(value) else value
 
 
 def optimizer_values(
@@ -90,81 +94,37 @@ def optimizer_values(
                     "parameter, so a checkpoint cannot store it; use another optimizer"
                 )
 
-    groups = []
-    for number, (one, group) in enumerate(groups_of(optimizer)):
-        known_settings = settings[number] if settings is not None else {}
-        own = tree_map(_as_plain, {**group, "params": None})
-        for key, value in [*own.items()]:
-            is_setting = key in known_settings and known_settings[key] in (..., value)
-            if key == "params" or key in _COMPUTED or is_setting:
-                del own[key]
-            else:
-                _check_plain(value, key, one)
-        groups.append(own)
-    values = {"parameters": parameters, "groups": groups, "own": own_values(optimizer)}
+    # Replace tensors that belong to no parameter by their names.
+    groups: list[dict[str, Any]] = []
+    own = {}
+    for owner, one in optimizers_of(optimizer):
+        plain = tree_map_with_path(partial(_named, owner), own_state(one))
+        for group, named in zip(one.param_groups, plain["groups"], strict=True):
+            known_settings = settings[len(groups)] if settings is not None else {}
+            entries = {}
+            for key, value in named.items():
+                is_known = key == "params" or key in _COMPUTED
+                if not is_known and key in known_settings:
+                    is_known = known_settings[key] in (..., tree_map(_listed, group[key]))
+                if not is_known:
+                    _check_plain(value, key, one)
+                    entries[key] = value
+            groups.append(entries)
+        for key, value in plain["own"].items():
+            _check_plain(value, key, one)
+        if plain["own"]:
+            own[owner] = encoded(plain["own"])
+    values = {"parameters": parameters, "groups": groups, "own": own}
     if settings is None:
         values |= {"kinds": kinds_of(optimizer), "members": members_of(model, optimizer)}
     return values
 
 
-def own_values(optimizer: Optimizers) -> dict[str, Any]:
-    """Return what each optimizer adds to torch's entries of ``state_dict()``, as plain values.
-
-    Raise ValueError if it contains anything but numbers, texts, lists, dicts and tensors.
-    """
-    found = {}
-    for name, one in optimizers_of(optimizer):
-        state = one.state_dict()
-        own = {key: state[key] for key in state.keys() - {"state", "param_groups"}}
-        plain = tree_map(_as_plain, own)
-        for key, value in plain.items():
-            _check_plain(value, key, one)
-        if plain:
-            found[name] = encoded(plain)
-    return found
-
-
-def load_own(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers) -> None:
-    """Restore what :func:`optimizer_values` got from ``state_dict()``, by ``load_state_dict()``.
-
-    This deletes the state of the parameters, which must be restored afterwards.
-    """
-    for name, one in optimizers_of(optimizer):
-        own = values["own"].get(name)
-        if own:
-            restored = _with_tensors(decoded(own), next(model.parameters()).device)
-            plain_optimizer(one).load_state_dict({**one.state_dict(), "state": {}, **restored})
-
-
-def _as_plain(value: Any) -> Any:
-    """Return a small tensor as numbers with what restores it; any other value unchanged."""
-    is_small = isinstance(value, Tensor) and value.numel() <= _MOST_ELEMENTS
-    if not is_small or isinstance(value, DTensor):
+def _named(owner: str, path: Any, value: Any) -> Any:
+    """Return what stands in a JSON file for a value of an optimizer's own state."""
+    if not is_plain_tensor(value):
         return value
-    return {
-        "dtype": NAMES[value.dtype],
-        "shape": list(value.shape),
-        "on_host": value.device.type == "cpu",
-        "values": value.flatten().tolist(),
-    }
-
-
-def _with_tensors(value: Any, device: torch.device) -> Any:
-    """Return what :func:`_as_plain` got; its tensors are on the host, or on this device."""
-    if isinstance(value, list):
-        return [_with_tensors(inside, device) for inside in value]
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() != _TENSOR:
-        return {key: _with_tensors(inside, device) for key, inside in value.items()}
-    kinds = {name: kind for kind, name in NAMES.items()}
-    with as_expected("a tensor of an optimizer's own state"):
-        flat = torch.tensor(
-            value["values"],
-            dtype=kinds[value["dtype"]],
-            device="cpu" if value["on_host"] else device,
-        )
-        return flat.reshape(value["shape"])
+    return {"tensor": own_name(owner, path), "on_host": value.device.type == "cpu"}
 
 
 def members_of(model: nn.Module, optimizer: Optimizers) -> list[str]:
@@ -189,31 +149,62 @@ def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
     elif value is not None and not isinstance(value, int | float | str):
         raise ValueError(
             f"{type(optimizer).__name__} keeps {key}, which contains a {type(value).__name__}; "
-            "a checkpoint can store only tensors of a parameter, numbers, texts and tensors of at "
-            f"most {_MOST_ELEMENTS:,} elements: use another optimizer"
+            "a checkpoint can store only tensors of a parameter, numbers and texts: use another "
+            "optimizer"
         )
     for one in inside:
         _check_plain(one, key, optimizer)
 
 
-def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers) -> None:
-    """Restore the values by parameter and by group of :func:`optimizer_values`.
+def load_values(
+    values: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Optimizers,
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Restore the result of :func:`optimizer_values`.
 
     Args:
         values: the result.
         model: as there.
-        optimizer: as there.
+        optimizer: as there, with its tensors by parameter.
+        tensors: those that belong to no parameter, by name, on the host.
     """
+    # Let each optimizer take what it has added to its state_dict(), and keep its tensors: torch
+    # would change their dtypes.
+    device = next(model.parameters()).device
+    for owner, one in optimizers_of(optimizer):
+        own = values["own"].get(owner)
+        if own:
+            inner = plain_optimizer(one)
+            state = dict(inner.state)
+            restored = _filled(decoded(own), tensors, device)
+            inner.load_state_dict({**inner.state_dict(), "state": {}, **restored})
+            inner.state.update(state)
+
+    # Restore the other state of parameters, and that of groups.
     for name, parameter, _, one in optimized(model, optimizer):
         one.state[parameter].update(values["parameters"].get(name, {}))
         if not one.state[parameter]:
             del one.state[parameter]
-    device = next(model.parameters()).device
     for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
-        for name, value in _with_tensors(given, device).items():
+        for name, value in _filled(given, tensors, device).items():
             known = group.get(name)
             check_kind(value, known, f"the optimizer's {name}")
             if isinstance(known, Tensor):
                 known.copy_(value)
             else:
                 group[name] = tuple(value) if isinstance(known, tuple) else value
+
+
+def _filled(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    """Return a value with tensors in place of their names."""
+    if isinstance(value, list):
+        return [_filled(inside, tensors, device) for inside in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() != _TENSOR:
+        return {key: _filled(inside, tensors, device) for key, inside in value.items()}
+    with as_expected("the state of the optimizer"):
+        tensor = tensors[value["tensor"]]
+        return tensor if value["on_host"] else tensor.to(device)

@@ -22,15 +22,9 @@ from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
-from oneloop.basics.tensors import (
-    Models,
-    Optimizers,
-    named,
-    optimizer_tensors,
-    optimizers_of,
-    together,
-)
+from oneloop.basics.tensors import Models, Optimizers, named, optimizers_of, together
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint

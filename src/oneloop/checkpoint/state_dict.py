@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
+from oneloop.basics.optimizer_tensors import OWN
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import (
@@ -190,7 +191,7 @@ def load_tensors(
     weights: str = "raw",
     cast: bool = False,
     needed: list[tuple[Path, int, int]] | None = None,
-) -> None:
+) -> dict[str, Tensor]:
     """Load tensors in place from a checkpoint of any number of processes.
 
     Tensors of a base model that the checkpoint only names, and missing extra ones, stay unchanged.
@@ -204,6 +205,9 @@ def load_tensors(
         cast: convert dtypes.
         needed: load nothing, but append the files and the bytes (first, last) that this rank reads;
             only the headers must exist.
+
+    Returns:
+        The tensors of the optimizers that belong to no parameter, by name, on the host.
 
     Raises:
         ValueError: if the model does not match.
@@ -232,16 +236,22 @@ def load_tensors(
     for name, tensor in (extra or {}).items():
         if name in saved:
             targets[name] = of_shape(tensor, saved[name].size)
+    own: dict[str, Tensor] = {}
     if optimizer is not None:
         targets |= _optimizer_targets(model, optimizer, saved)
+        for name, about in saved.items():
+            if name.startswith(OWN):
+                own[name] = torch.empty(about.size, dtype=about.properties.dtype)
 
     # Load; each rank reads its own shards, without communication.
+    targets |= own
     before_change()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for reader, names in zip(readers, held, strict=True):
             mine = {name: targets[name] for name in names if name in targets}
             load(mine, storage_reader=reader, no_dist=True)
+    return own
 
 
 def _matching(

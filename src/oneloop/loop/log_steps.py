@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from oneloop.basics.launcher import HOST
-from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.step_batches import in_memory
 from oneloop.loop.parts import Parts

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
-from oneloop.basics.tensors import is_alone, optimizer_tensors
+from oneloop.basics.tensors import is_alone
 
 
 class ReplicasDiffer(RuntimeError):
