@@ -233,6 +233,11 @@ class EMA:
         """Update with the weights after an optimizer step.
 
         ``amount``: samples (or tokens) of the step, over all processes."""
+        if not hasattr(amount, "__float__"):
+            raise TypeError(
+                f"ema.update takes the number of samples of a step, got {type(amount).__name__}; "
+                "write ema.update(batch_size): the model was given to EMA"
+            )
         self._due += amount
         self.seen += amount
         self._updates += 1

@@ -16,23 +16,27 @@ _READ = 4  # first samples that are loaded twice
 
 
 class Identity:
-    """The seed, the batch size and the data of a Loader.
+    """The seed, the batch size, the order and the data of a Loader.
 
     Args:
         dataset: map-style.
         seed: of the order and the samples.
         batch_size: samples of one optimizer step.
+        shuffle: whether the samples are shuffled.
         workers: data workers of this process; if there are any, one of them reads the samples.
 
     Raises:
         ValueError: the data set returns other content for the same sample and seeds.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, batch_size: int, workers: int) -> None:
+    def __init__(
+        self, dataset: Any, *, seed: int, batch_size: int, shuffle: bool, workers: int
+    ) -> None:
         self.seed = seed
         self.batch_size = batch_size
         self._dataset = dataset
         self._length = len(dataset)
+        self._stored = {} if shuffle else {"shuffle": False}  # part of the data in a state
         self._workers = workers
         self._values: dict[str, Any] | None = None
         self._content = fingerprint_of(dataset)
@@ -52,6 +56,7 @@ class Identity:
         return {
             "seed": self.seed,
             "batch size": self.batch_size,
+            "shuffle": not self._stored,
             "length of the data set": self._length,
             "hash of the data set": self._hash,
         }
@@ -59,7 +64,7 @@ class Identity:
     def values(self) -> dict[str, Any]:
         """Return the entries of a state. The first call reads some samples."""
         if self._values is None:
-            data: dict[str, Any] = {"length": self._length}
+            data: dict[str, Any] = {"length": self._length, **self._stored}
             if self._content is None:
                 data[f"checksum of {SAMPLES} samples"] = self._read(spread_checksum)
             data |= self._content or {}
