@@ -235,8 +235,7 @@ class EMA:
         ``amount``: samples (or tokens) of the step, over all processes."""
         if not hasattr(amount, "__float__"):
             raise TypeError(
-                f"ema.update takes the number of samples of a step, got {type(amount).__name__}; "
-                "write ema.update(batch_size): the model was given to EMA"
+                f"ema.update takes a number of samples (batch_size), got {type(amount).__name__}"
             )
         self._due += amount
         self.seen += amount

@@ -326,7 +326,7 @@ class Loader:
             work = dist.all_reduce(sums, group=self._group, async_op=True)
             current = upcoming
             upcoming = (number, group, sums, work)
-            if current is not None:
+            if current:
                 yield _with_total(ranks, *current)
 
     def state_dict(self) -> dict[str, Any]:

@@ -103,16 +103,15 @@ def place_of(accelerator: Accelerator) -> tuple[int, int, bool]:
             "with Fabric or torch's DDP, give rank and ranks"
         )
     kind = accelerator.distributed_type.value
-    parallel = getattr(accelerator, "parallelism_config", None)
-    whole = parallel is None or parallel.non_data_parallel_size == 1
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or not whole:
+    parallel = accelerator.parallelism_config
+    divided = parallel and parallel.non_data_parallel_size > 1
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or divided:
         raise ValueError(
             f"Loader divides a step among all processes of DDP and FSDP, and not with {kind} or "
             "tensor, context or sequence parallelism; give rank and ranks of the data-parallel "
             "group in place of the accelerator"
         )
-    sharded = bool(getattr(accelerator, "is_fsdp2", False))
-    return accelerator.process_index, accelerator.num_processes, sharded
+    return accelerator.process_index, accelerator.num_processes, accelerator.is_fsdp2
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
