@@ -42,19 +42,20 @@ class CurrentGroup:
         """Count a batch that is about to be used."""
         if not self.taken:
             self._begin()
-        self.reject_early_update()
+        self.was_updated()
         self.taken += 1
 
     def was_updated(self) -> bool:
-        """Return whether an optimizer has stepped after the last batch was handed out."""
-        updated = self.taken == self.number and UPDATES.number > self.begun
-        self.updated |= updated
-        return updated
+        """Return whether an optimizer has stepped after the last batch was handed out.
 
-    def reject_early_update(self) -> None:
-        """Raise RuntimeError if an optimizer has stepped before the last batch was handed out."""
-        if UPDATES.number > self.begun:
+        Raises:
+            RuntimeError: it has stepped before.
+        """
+        updated = self.taken > 0 and UPDATES.number > self.begun
+        if updated:
             self._reject(self.taken, "an optimizer step in a group", self.loader)
+            self.updated = True
+        return updated
 
     def reject_inside(self, event: str) -> "CurrentGroup":
         """Raise RuntimeError if a group of this Loader, or of its accelerator, is not complete.

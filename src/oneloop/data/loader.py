@@ -201,6 +201,10 @@ class Loader:
 
         Setting it selects the next group: before the loop any one, later only an earlier one, and
         not between the batches of a group.
+
+        Raises:
+            RuntimeError: an optimizer has stepped before the last batch of the group, or the
+                position is set between its batches.
         """
         return self._finished + self._current.was_updated()
 
@@ -248,7 +252,7 @@ class Loader:
                 if self._moved:
                     break
                 self._current.reject_inside("the next step")
-                self._current.was_updated()
+                self._current.was_updated()  # remembers it
                 for _ in group.batches:  # of a group that the loop has left out
                     pass
                 handed.used = True
@@ -339,7 +343,6 @@ class Loader:
             RuntimeError: an optimizer has stepped before the last batch of the group, or none has
                 stepped so far, so that it is unknown whether the group was trained.
         """
-        self._current.reject_early_update()
         position = self.position
         if self._current.ended and not self._current.updated:
             raise RuntimeError(
