@@ -232,6 +232,10 @@ class EMA:
         """Update with the weights after an optimizer step.
 
         ``amount``: samples (or tokens) of the step, over all processes."""
+        if not hasattr(amount, "__float__"):
+            raise TypeError(
+                f"ema.update takes a number of samples (batch_size), got {type(amount).__name__}"
+            )
         self._due += amount
         self.seen += amount
         self._updates += 1

@@ -20,6 +20,8 @@ from typing import Any
 from uuid import UUID
 
 import numpy as np
+import pandas
+import pyarrow
 import pytest
 import torch
 from accelerate import Accelerator
@@ -33,11 +35,13 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
 )
+from transformers import BatchEncoding
 
 from oneloop import Loader
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
-from oneloop.data.order import Order
+from oneloop.data.mixture import Mixture
+from oneloop.data.order import Order, Ordered
 from oneloop.data.sample_checksums import checksum
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.optim.bad_step_guard import Guard
@@ -47,6 +51,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.update_count",
+    "oneloop.data.current_group",
     "oneloop.data.loader",
     "oneloop.data.loader_arguments",
     "oneloop.data.loader_identity",
@@ -335,9 +340,13 @@ def test_a_group_whose_update_was_made_is_finished_and_another_one_cannot_be_sav
         batches = iter(group)
         next(batches)
         optimizer.optimizer.step()
-        with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
+        with pytest.raises(
+            RuntimeError, match="an optimizer step in a group .* after batch 1 of its 2"
+        ):
             next(batches)
-        with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
+        with pytest.raises(
+            RuntimeError, match="an optimizer step in a group .* after batch 1 of its 2"
+        ):
             made.state_dict()
         break
 
@@ -406,7 +415,7 @@ def test_a_micro_batch_that_is_left_out_is_an_error():
     """Its group would make no update, and the next would get its gradients."""
     accelerator = Accelerator(cpu=True)
     made = loader({"accelerator": accelerator}, micro=6)
-    with pytest.raises(RuntimeError, match="was entered for 3 of the 4 batches of a group"):
+    with pytest.raises(RuntimeError, match="the end of the batches .* after batch 3 of its 4"):
         trained(accelerator, made, 2, left_out=1)
 
 
@@ -431,13 +440,12 @@ def sorted_back(step: int) -> list[Any]:
     return next(iter(steps_of(made, step + 1)))
 
 
-def test_a_group_that_is_left_early_does_not_shift_the_next():
+def test_a_group_that_is_left_out_does_not_shift_the_next():
     made = Loader(Augmented(), BATCH, seed=SEED, micro=4)
     for group in made:
         if made.position == 1:
             assert seen(group) == sorted_back(1)
             break
-        next(iter(group))
 
 
 def test_a_state_can_be_loaded_inside_a_loop():
@@ -501,11 +509,11 @@ def _interrupted(folder: Path, resumes: bool | None) -> list[Any]:
         ({"batch_size": 12}, "with batch_size 12"),
         ({"data": {"length": 71, "checksum of 16 samples": "0"}}, "another data set"),
         ({"data": {"length": 70, "checksum of 16 samples": "0"}}, "checksum of 16 samples 0 -> "),
-        ({"position": -1}, "is from 0 to"),
+        ({"position": -1}, "from 0 to .* got -1"),
         ({"data": None}, "the state of a Loader is damaged: its data is None"),
-        ({"position": 1 << 62}, "is from 0 to"),
-        ({"position": True}, "is a number of groups, got True"),
-        ({"position": 1.5}, "is a number of groups, got 1.5"),
+        ({"position": 1 << 62}, "from 0 to "),
+        ({"position": True}, "is a number of groups from 0 .* got True"),
+        ({"position": 1.5}, "is a number of groups from 0 .* got 1.5"),
     ],
 )
 def test_a_state_of_another_loader_is_rejected(change, match):
@@ -534,7 +542,7 @@ def test_a_checkpoint_of_another_loader_is_rejected_before_weights_are_loaded(tm
 
 def test_a_damaged_state_is_rejected():
     made = Loader(Augmented(), BATCH)
-    with pytest.raises(ValueError, match="lacks position, data; it has seed, batch_size"):
+    with pytest.raises(ValueError, match="lacks position, order, data; it has seed, batch_size"):
         made.load_state_dict({"seed": 0, "batch_size": 24})
 
 
@@ -545,7 +553,7 @@ def test_a_position_beyond_the_trained_ones_is_rejected_in_a_loop():
         list(group)
         an_optimizer().step()
         with pytest.raises(ValueError, match="position 4 is beyond the 3 groups"):
-            made.position = 4
+            made.position = 2
         break
 
 
@@ -560,7 +568,97 @@ def test_torch_saves_and_loads_it_as_a_part_of_a_distributed_checkpoint(tmp_path
     assert again.position == 3
 
 
+# Without shuffling.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_are_in_their_order_without_shuffle(workers):
+    """Each epoch; steps cross its end, and a resume continues."""
+    made = Loader([*range(10)], 4, shuffle=False, micro=2, workers=workers)
+    made.position = 1
+    found = []
+    for group in made:
+        if made.position == 4:
+            break
+        found += [number for batch in group for number in batch.tolist()]
+    assert found == [4, 5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]
+
+
+def test_a_mixture_without_shuffle_has_each_set_in_its_order():
+    made = Loader(
+        Mixture({"a": [*range(10)], "b": [*range(100, 104)]}, [0.5, 0.5]), 4, shuffle=False
+    )
+    found = []
+    for group in made:
+        if made.position == 2:
+            break
+        found += [number for batch in group for number in batch.tolist()]
+    assert [number for number in found if number < 100] == [0, 1, 2, 3]
+    assert [number for number in found if number >= 100] == [100, 101, 102, 103]
+
+
+class ShiftedRows(list):
+    """An order that follows something else than its arguments."""
+
+    shift = 0
+
+    def order(self, seed: int, batch: int) -> Ordered:
+        return Shifted(len(self), self)
+
+
+class Shifted(Order):
+    def __init__(self, size: int, rows: ShiftedRows) -> None:
+        super().__init__(size, seed=0)
+        self.rows = rows
+
+    def at(self, positions: Any) -> Any:
+        epochs, indices = super().at(positions)
+        return epochs, np.where(positions < 4 * BATCH, indices, (indices + self.rows.shift) % 37)
+
+
+def test_an_order_that_is_another_one_at_the_next_step_is_rejected():
+    rows = ShiftedRows(range(37))
+    made = Loader(rows, BATCH, workers=0)
+    made.position = 4
+    state = made.state_dict()
+    Loader(rows, BATCH, workers=0).load_state_dict(state)
+    rows.shift = 1
+    with pytest.raises(ValueError, match="a Loader with another order of the same samples"):
+        Loader(rows, BATCH, workers=0).load_state_dict(state)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_state_of_the_other_order_is_rejected(shuffle):
+    state = Loader(Augmented(), BATCH, shuffle=not shuffle).state_dict()
+    made = Loader(Augmented(), BATCH, shuffle=shuffle)
+    with pytest.raises(ValueError, match=r"another order of the same samples"):
+        made.load_state_dict(json.loads(json.dumps(state)))
+    state = made.state_dict()
+    Loader(Augmented(), BATCH, shuffle=shuffle).load_state_dict(state)
+
+
 # Random numbers.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_samples_do_not_depend_on_the_generators_of_the_process(shuffle, workers):
+    """However they are seeded, before the loop and inside it."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        options = {"shuffle": shuffle, "workers": workers}
+        made = Loader(Augmented(), BATCH, seed=SEED, micro=6, **options)
+        steps = []
+        for group in made:
+            torch.rand(seed), random.random(), np.random.randn(seed)
+            steps.append(seen(group))
+            if len(steps) == 4:
+                break
+        found.append(steps)
+    assert found[0] == found[1]
+    if shuffle:
+        assert [sorted(step) for step in found[0]] == expected()[:4]
 
 
 def test_the_generators_of_the_process_stay_as_they_are():
@@ -757,7 +855,6 @@ def test_batches_of_any_form():
 
 def test_nested_batches_go_to_the_device():
     """Meta tensors stand for those of another device."""
-    from transformers import BatchEncoding
 
     def collate(samples):
         return {
@@ -774,8 +871,6 @@ def test_nested_batches_go_to_the_device():
 def _data_sets(folder: Path) -> list[Any]:
     """Return the samples of the first steps of this process, of several kinds of data sets."""
     import datasets
-
-    from oneloop.data.mixture import Mixture
 
     table = datasets.Dataset.from_dict({"n": list(range(70))})
     parts = {"a": list(range(50)), "b": list(range(100, 130))}
@@ -880,12 +975,21 @@ class Stream(IterableDataset):
 
 
 DATA = TensorDataset(torch.arange(8))
+COLUMNS = {"x": [*range(8)], "y": [*range(8)]}
 WRONG = [
+    (lambda: Loader(pandas.DataFrame(COLUMNS), 4), r"the table DataFrame; .*to_dict\('records'\)"),
+    (lambda: Loader(pyarrow.table(COLUMNS), 4), r"got the table Table; .* \.to_pylist\(\)"),
+    (lambda: Loader(COLUMNS, 4), "got dict with the keys x, y; give it datasets.Dataset.from_dict"),
+    (lambda: Loader(BatchEncoding(COLUMNS), 4), "got BatchEncoding with the keys x, y; give it"),
+    (lambda: Loader({"train": DATA, "test": DATA}, 4), "if the keys are splits, one split"),
+    (
+        lambda: next(iter(Loader([1, 2, None], 3))),
+        r"sample 2 of .* is None; .*\.SkipSample",
+    ),
     (lambda: Loader(DATA, 4, sampler=RandomSampler(DATA)), "takes no sampler: the order is seeded"),
-    (lambda: Loader(DATA, 4, shuffle=True), "takes no shuffle: samples are shuffled"),
     (lambda: Loader(DATA, 4, collate_fn=list), "takes no collate_fn: write collate="),
     (lambda: Loader(DATA, 4, num_workers=2), "takes no num_workers: write workers="),
-    (lambda: Loader(DATA, 4, cache=2), "unexpected keyword argument 'cache'"),
+    (lambda: Loader(DATA, 4, cache=2), "takes no cache: it has no such argument"),
     (lambda: Loader(RandomSampler(DATA), 4), "got the sampler RandomSampler"),
     (lambda: Loader(DataLoader(DATA), 4), "got a DataLoader; give it that loader's data set"),
     (lambda: Loader(Loader(DATA, 4), 4), "got a Loader; give it that loader's data set"),
@@ -933,6 +1037,32 @@ def test_wrong_arguments_are_rejected_with_what_to_do(make, match):
         make()
 
 
+def test_a_dict_by_index_is_a_data_set_and_none_may_be_left_out_by_collate_with_weight():
+    made = Loader({0: 5, 1: 6}, 2)
+    assert sorted(next(iter(next(iter(made)))).tolist()) == [5, 6]
+
+    def without_none(samples: list[Any]) -> torch.Tensor:
+        return torch.tensor([one for one in samples if one is not None])
+
+    made = Loader([5, 6, None], 3, collate=without_none, weight=len)
+    group = next(iter(made))
+    (batch,) = group
+    assert group.total == len(batch) == 2
+
+
+@pytest.mark.parametrize("micro", [None, 12])
+def test_a_group_that_is_unpacked_like_a_batch_is_rejected(micro):
+    """With two micro-batches, each of the names would have one."""
+    made = Loader([(torch.ones(1), torch.ones(1))] * BATCH, BATCH, micro=micro)
+
+    def trains() -> None:
+        for _x, _y in made:
+            return
+
+    with pytest.raises(TypeError, match="was unpacked into 2 values; write a loop in the loop"):
+        trains()
+
+
 def test_the_accelerators_accumulation_divides_a_group():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     made = Loader(Augmented(), BATCH, accelerator=accelerator)
@@ -972,6 +1102,8 @@ class Shuffled:
 def _with_other_settings() -> None:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
+    with pytest.raises(ValueError, match="the order of the data set is [0-9a-f]+ on rank 0, and"):
+        Loader(Augmented(), BATCH, accelerator=accelerator, shuffle=rank == 0)
     with pytest.raises(ValueError, match="the seed is 0 on rank 0, and 1 on rank 1; give all"):
         Loader(Augmented(), BATCH, accelerator=accelerator, seed=rank)
     with pytest.raises(ValueError, match="the hash of the data set is .* on rank 0, and "):

@@ -289,7 +289,7 @@ ROWS = [1, 2, 3]
 
 @pytest.mark.parametrize("wrong", [Stream(), DataLoader(ROWS), RandomSampler(ROWS), iter(ROWS)])
 def test_only_a_map_style_data_set_is_accepted(wrong):
-    with pytest.raises(TypeError, match="requires a map-style data set.*got "):
+    with pytest.raises(TypeError, match="TrainerSampler needs a data set.*got "):
         TrainerSampler(wrong, batch_size=2, seed=0, steps=2)
 
 

@@ -77,6 +77,18 @@ def test_200_updates_are_the_closed_form(kind, keep):
     ].abs().max() < 1e-6
 
 
+def test_an_update_takes_the_number_of_samples():
+    """Libraries for EMA take the model or its parameters there."""
+    model = nn.Linear(1, 1)
+    ema = EMA(model, half_life=9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong in (model, model.parameters(), optimizer):
+        with pytest.raises(TypeError, match=r"takes a number of samples \(batch_size\), got"):
+            ema.update(wrong)
+    ema.update(torch.tensor(64))
+    assert ema.seen == 64
+
+
 def test_every_keeps_the_half_life():
     weights = walk(200)
     rare = averaged(weights, half_life=400.0, ramp=0.0, every=5)

@@ -103,6 +103,34 @@ def test_the_loader_with_accelerate_is_resumed_on_another_layout(tmp_path):
     torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
 
 
+KILLED_IN_SAVE = """
+class Killed:
+    def state_dict(self):
+        __import__("os").kill(__import__("os").getpid(), 9)
+
+    def load_state_dict(self, state):
+        pass
+
+
+accelerator.register_for_checkpointing(Killed())
+"""
+
+
+@SLOW
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+def test_a_kill_during_a_save_leaves_the_newest_complete_state(tmp_path, config, ranks):
+    where = {"config": config, "ranks": ranks, "folder": tmp_path}
+    of_page("loader.py", **where).ok()
+    killed = of_page("loader.py", before={"for group in loader": KILLED_IN_SAVE}, **where)
+    assert killed.codes == [-signal.SIGKILL] * ranks
+    folders = tmp_path / "loader-run"
+    assert {one.name for one in folders.iterdir()} == {"incomplete", "step-00000040"}
+    again = of_page("loader.py", **where)
+    again.ok()
+    assert "step 80" in again.output
+    assert {one.name for one in folders.iterdir()} == {"step-00000040", "step-00000080"}
+
+
 @SLOW
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loader_with_fabric(tmp_path, ranks):

@@ -35,7 +35,15 @@ class FixedCollate:
         self.may_draw = may_draw
 
     def __call__(self, samples: list[tuple[int, Any]]) -> tuple[dict[str, Any], float]:
-        values = [sample for _, sample in samples]
+        values = []
+        for index, sample in samples:
+            if sample is None and not self.weight:
+                raise ValueError(
+                    f"sample {index} of the data set is None; to leave it out, raise "
+                    "oneloop.data.skipped_rows.SkipSample in __getitem__, and give the class "
+                    "skips = True"
+                )
+            values.append(sample)
         batch = self.collate(values) if self.may_draw else self._fixed(values)
         weight = len(values) if self.weight is None else self.weight(batch)
         return {BATCH: batch}, float(weight)

@@ -19,14 +19,15 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import with_own_generators
 from oneloop.basics.update_count import UPDATES
+from oneloop.data.current_group import CurrentGroup
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
-    begin_group,
+    check_accumulation,
     check_dataset,
     check_marks,
     check_position,
@@ -38,15 +39,12 @@ from oneloop.data.loader_arguments import (
     micro_of,
     place,
     place_of,
-    reject_accumulation,
-    reject_incomplete,
     reject_thread,
     reject_unknown,
-    set_accumulation,
     workers_of,
 )
 from oneloop.data.loader_identity import Identity
-from oneloop.data.order import order_of
+from oneloop.data.order import checked_order
 from oneloop.data.step_batches import Group, groups
 
 
@@ -77,8 +75,10 @@ class Loader:
             batch=…)``.
         batch_size: samples of one optimizer step, on all processes.
         seed: of the order, and of the samples' random numbers.
-        accelerator: its processes divide each step. Its ``gradient_accumulation_steps`` are set to
-            the number of micro-batches, so that ``accumulate()`` updates once per group.
+        shuffle: False: the samples are read in their order, in each epoch.
+        accelerator: its processes divide each step. Each group sets its
+            ``gradient_accumulation_steps`` to the number of micro-batches, so that ``accumulate()``
+            updates once per group.
         micro: samples of a micro-batch; None: as many as the accelerator's
             ``gradient_accumulation_steps`` need, else all of this process.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``. Tensors in
@@ -106,6 +106,7 @@ class Loader:
         batch_size: int,
         *,
         seed: int = 0,
+        shuffle: bool = True,
         accelerator: Accelerator | None = None,
         micro: int | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -118,7 +119,7 @@ class Loader:
         **unknown: Any,
     ) -> None:
         reject_unknown(unknown)
-        check_dataset(dataset, (DataLoader, Loader))
+        check_dataset("Loader", dataset, Loader)
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
@@ -144,8 +145,8 @@ class Loader:
             micro = micro_of(accelerator, batch_size, ranks)
         self.layout = layout_of(batch_size, ranks, micro, grain, sharded=sharded)
         if accelerator is not None:
-            set_accumulation(accelerator, self.layout.accumulate)
-        self._order = order_of(dataset, seed=seed, batch=batch_size)
+            check_accumulation(accelerator, self.layout.accumulate)
+        self._order = checked_order(dataset, seed=seed, batch=batch_size, shuffle=shuffle)
         self._workers = workers_of(workers, self._device)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
 
@@ -156,17 +157,15 @@ class Loader:
             self._group = group_of(ranks)
 
         # All ranks must have the same data, and the same samples each time.
-        self._identity = Identity(dataset, seed=seed, batch_size=batch_size, workers=self._workers)
+        self._identity = Identity(
+            dataset, self._order, seed=seed, batch_size=batch_size, workers=self._workers
+        )
         check_ranks(ranks, self._identity.of_rank(), self._device)
 
         # Where the loop is.
         UPDATES.watch()
         self._finished = 0  # groups
-        self._taken = 0  # batches of the group that was handed out
-        self._begun = 0  # updates of this process, when it was handed out
-        self._inside = False  # whether a group was handed out that is not among the finished ones
-        self._used = False  # whether the loop over its batches has ended
-        self._updated = False  # whether an update of a group of this loader was seen
+        self._current = CurrentGroup(accelerator, self.layout.accumulate, batch_size)
         self._loops = 0  # loops over this loader that began
         self._moved = False  # whether the position was set in a loop
         self._thread = threading.get_ident()
@@ -183,7 +182,12 @@ class Loader:
         tokens of this micro-batch if ``weight`` counts tokens.
 
         >>> accelerator.backward(mean * len(x) * loader.factor / group.total)
+
+        Raises:
+            RuntimeError: Accelerate divides by the number of micro-batches of another group.
         """
+        if self._current.taken and not self._current.was_updated():
+            self._current.reject_other_steps()
         return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
 
     @property
@@ -195,9 +199,14 @@ class Loader:
         counts at the latest when the next group is handed out: if your loop itself leaves out an
         update, or has no optimizer of torch. Groups that were only loaded ahead do not count.
 
-        Setting it selects the next group: before the loop any one, later only an earlier one.
+        Setting it selects the next group: before the loop any one, later only an earlier one, and
+        not between the batches of a group.
+
+        Raises:
+            RuntimeError: an optimizer has stepped before the last batch of the group, or the
+                position is set between its batches.
         """
-        return self._finished + self._was_updated()
+        return self._finished + self._current.was_updated()
 
     @position.setter
     def position(self, position: int) -> None:
@@ -207,24 +216,19 @@ class Loader:
                 f"position {position} is beyond the {self.position} groups that were trained, so "
                 "samples would be left out; set it before the loop, or load a saved state"
             )
+        self._current.reject_inside(f"position {position}")
         self._go_to(position)
 
     def _go_to(self, position: int) -> None:
         self._finished = position
-        self._inside = False
+        self._current.hand_out(0)
         self._moved = True
-
-    def _was_updated(self) -> bool:
-        """Return whether the update of the group that was handed out is made."""
-        taken = self._inside and self._taken == self.layout.accumulate
-        updated = taken and UPDATES.number > self._begun
-        self._updated |= updated
-        return updated
 
     def __iter__(self) -> Iterator[Group]:
         # A group that the loop before has left is finished, or repeated: as for a state.
+        self._current.reject_inside("a new loop")
         self._finished = self.position
-        self._inside = False
+        self._current.hand_out(0)
         self._loops += 1
         loop = self._loops
         while True:
@@ -237,29 +241,23 @@ class Loader:
                         f"the weight of step {self._finished + 1} is {group.total}, so its mean "
                         "loss is not defined; remove samples without weight, or correct weight"
                     )
-                self._taken = 0
-                self._inside = True
-                self._used = False
+                self._current.hand_out(self._finished + 1)
                 batches = self._counted(group, loop)
                 handed = Group(batches, group.weights, group.apart, group.total)
                 yield handed
 
                 # It is finished now, unless the state was set meanwhile.
                 self._check_thread()
-                if loop != self._loops:
-                    raise RuntimeError(
-                        "another loop over this Loader has begun, and only the newest can "
-                        "continue; make one Loader for each loop"
-                    )
+                self._check_loop(loop)
                 if self._moved:
                     break
-                self._was_updated()
-                self._begun = UPDATES.number
-                for _ in batches:  # those that the loop has left out
+                self._current.reject_inside("the next step")
+                self._current.was_updated()  # remembers it
+                for _ in group.batches:  # of a group that the loop has left out
                     pass
                 handed.used = True
                 self._finished += 1
-                self._inside = False
+                self._current.hand_out(0)
 
     def __len__(self) -> int:
         raise TypeError(
@@ -268,38 +266,34 @@ class Loader:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Accelerate looks for these members of a DataLoader.
-        if name in ("sampler", "batch_sampler", "set_epoch"):
-            raise AttributeError(
-                f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
-                "prepare_data_loader or setup_dataloaders: it gives each process its part"
-            )
-        raise AttributeError(f"'Loader' object has no attribute {name!r}")
+        # Accelerate looks for sampler, batch_sampler and set_epoch of a DataLoader.
+        raise AttributeError(
+            f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
+            "prepare_data_loader or setup_dataloaders: it gives each process its part"
+        )
 
     def _check_thread(self) -> None:
         if not self._workers:
             reject_thread(self._thread, self._trained)
 
+    def _check_loop(self, loop: int) -> None:
+        if loop != self._loops:
+            raise RuntimeError(
+                "another loop over this Loader has begun, and only the newest can continue; make "
+                "one Loader for each loop"
+            )
+
     def _counted(self, group: Group, loop: int) -> Iterator[Any]:
         """Yield the user's batches of a group, and count them."""
-        accelerator = self._accelerator
-        number = self.layout.accumulate
         for loaded in group.batches:
-            if self._moved:  # the state was set inside the group
+            self._check_loop(loop)
+            if self._moved:  # the state was set before the first batch
                 return
-            if not self._taken:  # training with another Loader may have come before
-                self._begun = UPDATES.number
-                if accelerator is None:
-                    reject_accumulation()
-                else:
-                    begin_group(accelerator, number)
-            self._reject_early_update()
-            self._taken += 1
+            self._current.take()
             yield loaded[BATCH]
-        if accelerator is not None:
-            reject_incomplete(accelerator, number)
-        if loop == self._loops:
-            self._used = True
+        self._check_loop(loop)
+        self._current.reject_inside("the end of the batches")
+        self._current.ended = True
 
     def _loaded(self) -> Iterator[Group]:
         """Yield the groups of this process, from the position on."""
@@ -336,7 +330,7 @@ class Loader:
             work = dist.all_reduce(sums, group=self._group, async_op=True)
             current = upcoming
             upcoming = (number, group, sums, work)
-            if current is not None:
+            if current:
                 yield _with_total(ranks, *current)
 
     def state_dict(self) -> dict[str, Any]:
@@ -349,30 +343,21 @@ class Loader:
             RuntimeError: an optimizer has stepped before the last batch of the group, or none has
                 stepped so far, so that it is unknown whether the group was trained.
         """
-        self._reject_early_update()
-        if self._inside and self._used and not (self._was_updated() or self._updated):
+        position = self.position
+        if self._current.ended and not self._current.updated:
             raise RuntimeError(
                 "no optimizer of torch has stepped in a group of this Loader, so it is unknown "
                 "whether the newest group was trained; save after optimizer.step(), or, without an "
                 "optimizer of torch, before the batches of the next group are used"
             )
-        return {"position": self.position, **self._identity.values()}
-
-    def _reject_early_update(self) -> None:
-        """Raise RuntimeError if an optimizer has stepped before the last batch of the group."""
-        number = self.layout.accumulate
-        if self._inside and 0 < self._taken < number and UPDATES.number > self._begun:
-            raise RuntimeError(
-                f"an optimizer has stepped after batch {self._taken} of the {number} of this "
-                "group; step once per group (inside accelerator.accumulate, or after the loop over "
-                "its batches). For other updates in between, keep them: batches = list(group)"
-            )
+        order = self._identity.order_hash(position)
+        return {"position": position, "order": order, **self._identity.values()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the groups that this state counts; in a loop, from its next group on.
 
         Raises:
-            ValueError: as :meth:`check_state_dict`.
+            ValueError, RuntimeError: as :meth:`check_state_dict`.
         """
         self.check_state_dict(state)
         self._go_to(state["position"])
@@ -381,10 +366,13 @@ class Loader:
         """Reject the state of another loader, before anything is loaded.
 
         Raises:
-            ValueError: the state is damaged, or has another seed, batch size or data set.
+            ValueError: the state is damaged, or has another seed, batch size, order or data set.
+            RuntimeError: a group has begun, and its last batch is not used.
         """
+        self._current.reject_inside("a loaded state")
         self._identity.check(state)
         check_position(state["position"], self.batch_size)
+        self._identity.check_order(state)
 
 
 def _with_total(ranks: int, number: int, group: Group, sums: Tensor, work: Any) -> Group:

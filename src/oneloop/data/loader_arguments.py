@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import GradientState
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
 from oneloop.basics.update_count import UPDATES
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.current_group import requested_steps
 from oneloop.data.data_workers import workers_here
 
 _MOST = 1 << 62  # samples: positions are 64-bit integers
@@ -24,7 +24,6 @@ _INSTEAD = {
     "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
     "batch_sampler": "the order is seeded; for your own, give the data set a method order(seed, "
     "batch)",
-    "shuffle": "samples are shuffled in each epoch; remove it",
     "drop_last": "every step is full, and may cross the end of an epoch; remove it",
     "collate_fn": "write collate=",
     "num_workers": "write workers=",
@@ -41,32 +40,42 @@ _INSTEAD = {
 def reject_unknown(given: Mapping[str, Any]) -> None:
     """Raise TypeError if there are other arguments, with what to do in their place."""
     for name in given:
-        if name in _INSTEAD:
-            raise TypeError(f"Loader takes no {name}: {_INSTEAD[name]}")
-        raise TypeError(f"Loader got an unexpected keyword argument {name!r}")
+        raise TypeError(f"Loader takes no {name}: {_INSTEAD.get(name, 'it has no such argument')}")
 
 
-def check_dataset(dataset: Any, loaders: tuple[type, ...]) -> None:
+def check_dataset(user: str, dataset: Any, loader: type = DataLoader) -> None:
     """Raise TypeError, unless it is a map-style data set.
 
     Args:
+        user: the class that needs it, in messages.
         dataset: the argument.
-        loaders: classes of loaders, which have a data set.
+        loader: a class that has a data set.
     """
-    if isinstance(dataset, loaders):
+    if isinstance(dataset, DataLoader | loader):
         raise TypeError(
-            f"Loader needs a data set, got a {type(dataset).__name__}; give it that loader's data "
+            f"{user} needs a data set, got a {type(dataset).__name__}; give it that loader's data "
             "set (its attribute dataset)"
         )
     if isinstance(dataset, Sampler):
         raise TypeError(
-            f"Loader needs a data set, got the sampler {type(dataset).__name__}; give it the data "
+            f"{user} needs a data set, got the sampler {type(dataset).__name__}; give it the data "
             "set: the order is seeded"
+        )
+    # Their [index] is a column, or no sample.
+    if hasattr(dataset, "columns") and hasattr(dataset, "shape"):
+        raise TypeError(
+            f"{user} needs rows, got the table {type(dataset).__name__}; give it "
+            "frame.to_dict('records') of pandas, .to_dicts() of polars, or .to_pylist() of pyarrow"
+        )
+    if isinstance(dataset, Mapping) and all(isinstance(name, str) for name in dataset):
+        raise TypeError(
+            f"{user} needs rows, got {type(dataset).__name__} with the keys {', '.join(dataset)}; "
+            "give it datasets.Dataset.from_dict(columns), or, if the keys are splits, one split"
         )
     parts = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
     if isinstance(dataset, IterableDataset) or not parts:
         raise TypeError(
-            f"Loader needs a data set with __len__ and __getitem__, got {type(dataset).__name__}: "
+            f"{user} needs a data set with __len__ and __getitem__, got {type(dataset).__name__}: "
             "a stream has no position to resume from; see docs/how-to/from-streams.md"
         )
 
@@ -94,16 +103,15 @@ def place_of(accelerator: Accelerator) -> tuple[int, int, bool]:
             "with Fabric or torch's DDP, give rank and ranks"
         )
     kind = accelerator.distributed_type.value
-    parallel = getattr(accelerator, "parallelism_config", None)
-    whole = parallel is None or parallel.non_data_parallel_size == 1
-    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or not whole:
+    parallel = accelerator.parallelism_config
+    divided = parallel and parallel.non_data_parallel_size > 1
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or divided:
         raise ValueError(
             f"Loader divides a step among all processes of DDP and FSDP, and not with {kind} or "
             "tensor, context or sequence parallelism; give rank and ranks of the data-parallel "
             "group in place of the accelerator"
         )
-    sharded = bool(getattr(accelerator, "is_fsdp2", False))
-    return accelerator.process_index, accelerator.num_processes, sharded
+    return accelerator.process_index, accelerator.num_processes, accelerator.is_fsdp2
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
@@ -119,7 +127,7 @@ def device_of(device: torch.device | str | None) -> torch.device:
 
 def micro_of(accelerator: Accelerator, batch_size: int, ranks: int) -> int | None:
     """Return the micro-batch size that the accelerator's accumulation requests, if any."""
-    steps: int = accelerator.gradient_accumulation_steps
+    steps = requested_steps(accelerator)
     if steps == 1:
         return None
     parts = ranks * steps
@@ -147,58 +155,17 @@ def layout_of(
     try:
         return BatchLayout(batch_size, ranks, micro, grain=grain, sharded=sharded)
     except ValueError as error:
-        message = str(error)
-        for name, own in {"batch.size": "batch_size", "batch.": ""}.items():
-            message = message.replace(name, own)
+        message = str(error).replace("batch.size", "batch_size").replace("batch.", "")
         raise ValueError(message) from None
 
 
-def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
-    """Let ``accumulate()`` update once per group. Raise ValueError if it shall do otherwise."""
-    steps = accelerator.gradient_accumulation_steps
+def check_accumulation(accelerator: Accelerator, accumulate: int) -> None:
+    """Raise ValueError if the user has set another number of micro-batches."""
+    steps = requested_steps(accelerator)
     if steps not in (1, accumulate):
         raise ValueError(
             f"a group has {accumulate} micro-batches, but the accelerator's "
             f"gradient_accumulation_steps are {steps}; leave out micro, or that setting"
-        )
-    accelerator.gradient_accumulation_steps = accumulate
-
-
-def begin_group(accelerator: Accelerator, accumulate: int) -> None:
-    """Let ``accumulate()`` count the batches of a group, whatever happened before.
-
-    A state may have been loaded, the setting changed by another Accelerator or Loader, or a
-    prepared DataLoader left at its last batch.
-    """
-    accelerator.step = 0
-    accelerator.gradient_accumulation_steps = accumulate
-    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
-
-
-def reject_accumulation() -> None:
-    """Raise RuntimeError if Accelerate divides losses, but a Loader does not know its Accelerator.
-
-    ``loader.factor`` would then lack the number of micro-batches.
-    """
-    if not GradientState._shared_state:
-        return
-    steps = GradientState().num_steps
-    if steps > 1:
-        raise RuntimeError(
-            f"an Accelerator of this process has gradient_accumulation_steps {steps}, by which its "
-            "backward() divides losses, but this Loader has no accelerator; give it accelerator=, "
-            "or, if another loop has set them, set its gradient_accumulation_steps to 1"
-        )
-
-
-def reject_incomplete(accelerator: Accelerator, accumulate: int) -> None:
-    """Raise RuntimeError if ``accumulate()`` was entered for some batches of a group only."""
-    entered = accelerator.step % accumulate
-    if entered:
-        raise RuntimeError(
-            f"accumulate() was entered for {entered} of the {accumulate} batches of a group, so "
-            "their gradients would be added to those of the next; use all batches of a group. To "
-            "leave a group, call model.zero_grad() and set accelerator.step = 0"
         )
 
 
@@ -250,10 +217,10 @@ def workers_of(workers: int | str, device: torch.device) -> int:
 def check_position(position: Any, batch_size: int) -> None:
     """Raise ValueError unless this is a number of groups whose samples can be counted."""
     most = _MOST // batch_size
-    if isinstance(position, bool) or not isinstance(position, int):
-        raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
-    if not 0 <= position <= most:
-        raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
+    if type(position) is not int or not 0 <= position <= most:
+        raise ValueError(
+            f"the position of a Loader is a number of groups from 0 to {most:,}, got {position!r}"
+        )
 
 
 def reject_thread(home: int, trained: int) -> None:
@@ -264,9 +231,8 @@ def reject_thread(home: int, trained: int) -> None:
         trained: optimizer steps in the main thread, when it was made.
     """
     current = threading.current_thread()
-    if current is threading.main_thread():
-        return
-    if current.ident == home and UPDATES.in_main_thread == trained:
+    own = current.ident == home and UPDATES.in_main_thread == trained
+    if own or current is threading.main_thread():
         return
     raise RuntimeError(
         f"a Loader without data workers loads samples in the thread {current.name!r}, but another "

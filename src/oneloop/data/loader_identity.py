@@ -7,6 +7,7 @@ from typing import Any
 
 from oneloop.basics.seeds import own_generators
 from oneloop.data.fingerprint import changes, content_checksum, fingerprint_of
+from oneloop.data.order import Ordered, order_hash
 from oneloop.data.sample_checksums import SAMPLES, checksum, spread_checksum
 from oneloop.data.sample_contents import copied, fault
 from oneloop.data.sample_reader import read_once
@@ -16,10 +17,11 @@ _READ = 4  # first samples that are loaded twice
 
 
 class Identity:
-    """The seed, the batch size and the data of a Loader.
+    """The seed, the batch size, the order and the data of a Loader.
 
     Args:
         dataset: map-style.
+        order: of its samples.
         seed: of the order and the samples.
         batch_size: samples of one optimizer step.
         workers: data workers of this process; if there are any, one of them reads the samples.
@@ -28,11 +30,14 @@ class Identity:
         ValueError: the data set returns other content for the same sample and seeds.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, batch_size: int, workers: int) -> None:
+    def __init__(
+        self, dataset: Any, order: Ordered, *, seed: int, batch_size: int, workers: int
+    ) -> None:
         self.seed = seed
         self.batch_size = batch_size
         self._dataset = dataset
         self._length = len(dataset)
+        self._order = order
         self._workers = workers
         self._values: dict[str, Any] | None = None
         self._content = fingerprint_of(dataset)
@@ -53,8 +58,14 @@ class Identity:
             "seed": self.seed,
             "batch size": self.batch_size,
             "length of the data set": self._length,
+            "order of the data set": self.order_hash(0),
             "hash of the data set": self._hash,
         }
+
+    def order_hash(self, position: int) -> str:
+        """Return a hash of the order, also of the samples of this step (from 0)."""
+        start = position * self.batch_size
+        return order_hash(self._order, self._length, self.batch_size, position=start)
 
     def values(self) -> dict[str, Any]:
         """Return the entries of a state. The first call reads some samples."""
@@ -70,7 +81,7 @@ class Identity:
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if a state is of a loader with another seed, batch size or data set."""
         about = self.values()
-        missing = [name for name in ("position", *about) if name not in state]
+        missing = [name for name in ("position", "order", *about) if name not in state]
         if missing:
             raise ValueError(
                 f"the state of a Loader lacks {', '.join(missing)}; it has "
@@ -94,6 +105,14 @@ class Identity:
             raise ValueError(
                 f"the state is of a Loader with another data set ({'; '.join(different)}): its "
                 "steps have other samples; use that data set, or begin without this state"
+            )
+
+    def check_order(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state, which :meth:`check` accepts, is of another order."""
+        if state["order"] != self.order_hash(state["position"]):
+            raise ValueError(
+                "the state is of a Loader with another order of the same samples; use the same "
+                "shuffle=, and let an order() of the data set depend on its arguments only"
             )
 
 

@@ -2,9 +2,11 @@
 
 import math
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from dis import opmap
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -64,6 +66,15 @@ class Group:
             raise RuntimeError(
                 "the batches of this group were used already, or the next group was taken; keep "
                 "them before that: batches = list(group)"
+            )
+        # Does the caller unpack its batches, as if they were the items of one batch?
+        caller = sys._getframe(1)
+        instruction, values = caller.f_code.co_code[caller.f_lasti :][:2]
+        if instruction == opmap["UNPACK_SEQUENCE"] and values > 1:
+            raise TypeError(
+                f"a group of a Loader is not a batch: it has the {len(self)} micro-batches of a "
+                f"step, and was unpacked into {values} values; write a loop in the loop: "
+                "for group in loader: and in it for x, y in group:"
             )
         self.used = True
         return self.batches

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import Sampler
 
+from oneloop.data.loader_arguments import check_dataset
 from oneloop.data.order import checked_order
 
 _AT_ONCE = 4096  # samples
@@ -64,13 +65,7 @@ class TrainerSampler(Sampler[int]):
         start: int = 0,
         trainer: Any = None,
     ) -> None:
-        # Trainer uses no sampler for an IterableDataset.
-        map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        if isinstance(dataset, IterableDataset) or not map_style:
-            raise TypeError(
-                "TrainerSampler requires a map-style data set with __getitem__ and __len__, got "
-                f"{type(dataset).__name__}; pass Trainer's train_dataset"
-            )
+        check_dataset("TrainerSampler", dataset)
         if batch_size < 1 or not 0 <= start <= steps or steps < 1:
             raise ValueError(
                 "TrainerSampler requires batch_size and steps of at least 1, and a start from 0 to "
