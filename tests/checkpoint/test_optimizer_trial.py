@@ -18,6 +18,7 @@ from torch.optim import LBFGS, AdamW
 import odd_optimizers as odd
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer
+from oneloop.checkpoint.optimizer_values import settings_of
 from oneloop.checkpoint.resume import RunState
 from worlds import run
 
@@ -59,10 +60,12 @@ def resumed(folder: Path, kind: Any, accelerator: Any, prepare: Any) -> float:
         net = prepare(odd.model())
         optimizer = kind(net.parameters())
         getattr(optimizer, "train", lambda: None)()
-        # An optimizer with two sets of weights is for loops of one's own.
-        scheduled = None if hasattr(optimizer, "train") else ["lr"]
-        checkpoints = Checkpoints(folder / str(stop), accelerator, sync=True)
-        state = RunState(net, optimizer, parts={}, scheduled=scheduled)
+        # An optimizer with two sets of weights is for loops of one's own; others as in a run.
+        settings = None
+        if not hasattr(optimizer, "train"):
+            settings = settings_of(optimizer, ["lr"])
+        checkpoints = Checkpoints(folder / str(stop), accelerator, sync=True, settings=settings)
+        state = RunState(net, optimizer, parts={})
         torch.manual_seed(1)
         odd.train(net, optimizer, 1, 6)
         if stop:
@@ -70,7 +73,7 @@ def resumed(folder: Path, kind: Any, accelerator: Any, prepare: Any) -> float:
             torch.manual_seed(2)
             net = prepare(odd.model())
             optimizer = kind(net.parameters())
-            state = RunState(net, optimizer, parts={}, scheduled=scheduled)
+            state = RunState(net, optimizer, parts={}, tried=True)
             state.resume(checkpoints, "auto", say=lambda line: None)
             getattr(optimizer, "train", lambda: None)()
         torch.manual_seed(3)
@@ -134,9 +137,9 @@ ON_SHARDS = {
     odd.GrowingDefault: "",
     odd.HonestAdamW: "",
     odd.SavedLateCounter: "",
-    odd.LocalLARS: "LocalLARS: ten steps on shards end",
-    odd.LocalMomentum: "LocalMomentum: its optimizer.0.weight.m differ between the ranks",
-    odd.LocalCounter: "LocalCounter: its groups differ between the ranks",
+    odd.LocalLARS: "LocalLARS depend on shards: ten steps on shards end",
+    odd.LocalMomentum: "LocalMomentum depend on shards: its optimizer.0.weight.m differ",
+    odd.LocalCounter: "LocalCounter depend on shards: its groups differ between the ranks",
     odd.SGLD: "those on whole tensors, because it draws random numbers in step();",
     partial(Prodigy, lr=1.0): "Prodigy cannot update shards",
 }

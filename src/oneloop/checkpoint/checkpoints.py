@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
@@ -27,7 +26,6 @@ from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
-from oneloop.checkpoint.optimizer_values import Settings, load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -40,12 +38,19 @@ from oneloop.checkpoint.saved_state import (
     state_problems,
 )
 from oneloop.checkpoint.state_dict import (
+    Settings,
     buffers_of,
     described,
     load_tensors,
+    load_values,
+    optimizer_tensors,
+    optimizer_values,
     reject_others,
+    settings_of,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
+
+__all__ = ["Checkpoints", "settings_of"]
 
 
 class Checkpoints:
@@ -58,6 +63,8 @@ class Checkpoints:
             storing them.
         complete: save all that a script may change. False: frozen parameters are written once, to
             a folder beside ``root``.
+        settings: entries of parameter groups that come from a recipe, which are not saved
+            (:func:`oneloop.checkpoint.optimizer_values.settings_of`); None: all are saved.
         sync: write in the training process instead of a separate one.
         max_failures: consecutive failed saves that do not end the run.
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
@@ -75,6 +82,7 @@ class Checkpoints:
         *,
         origin: BaseModel | None = None,
         complete: bool = True,
+        settings: Settings | None = None,
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
@@ -96,6 +104,7 @@ class Checkpoints:
         # What saves.
         self._sync = sync
         self.complete = complete
+        self.settings = settings
         self._base = Base(
             self.store,
             origin=origin,
@@ -132,7 +141,6 @@ class Checkpoints:
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
-        settings: Settings | None = None,
     ) -> str | None:
         """Start to save models and optimizers, after the previous save has finished.
 
@@ -148,7 +156,6 @@ class Checkpoints:
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
             flush: files that its state refers to, so that they must be on disk first.
-            settings: of the parameter groups, which are not saved; None: all are saved.
 
         Returns:
             The error of the previous save, equal on all ranks; None if it succeeded.
@@ -174,7 +181,7 @@ class Checkpoints:
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
-        values = optimizer_values(model, optimizer, complete=self.complete, settings=settings)
+        values = optimizer_values(model, optimizer, complete=self.complete, settings=self.settings)
         if self.complete:
             state = encoded(state)
         self._attempt += 1

@@ -4,8 +4,9 @@
 """
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ _ROUNDING = 1e-9  # relative difference between shards and whole tensors in floa
 class Tried(NamedTuple):
     """What a trial has found out."""
 
-    note: str = ""  # why the optimizer could not be tried
+    notes: Sequence[str] = ()  # why the optimizer could not be tried
     draws_others: bool = False  # whether a step draws from Python's or numpy's generator
 
 
@@ -146,17 +147,20 @@ def _tried(
         settings = None if scheduled is None else settings_of(toy.optimizer, scheduled)
         toy.train(1, _SAVED)
     except Exception as error:
-        return Tried(
+        why = (
             "an optimizer was not tried on a small model, so whether a resume is exact is not "
             f"known ({type(error).__name__}: {one_line(error)})"
         )
+        return Tried([why])
     kind = type(plain_optimizer(toy.optimizer)).__name__
     alone = SimpleNamespace(
         process_index=0, local_process_index=0, num_processes=1, device=like.device
     )
     with TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(Path(folder), cast(Accelerator, alone), sync=True, max_failures=0)
-        checkpoints.save(_SAVED, toy.model, toy.optimizer, {}, settings=settings)
+        checkpoints = Checkpoints(
+            Path(folder), cast(Accelerator, alone), settings=settings, sync=True, max_failures=0
+        )
+        checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
         expected = toy.train(_SAVED + 1, _STEPS)
 
         # Train another one from the checkpoint.
@@ -205,7 +209,8 @@ def _compare_shards(
     found = ""
     pairs = zip(sharded.model.parameters(), whole.model.parameters(), strict=True)
     for one, other in pairs:
-        distance = (_whole(one) - _whole(other)).abs().max() / _whole(other).abs().max()
+        expected = _whole(other)
+        distance = (_whole(one) - expected).abs().max() / expected.abs().max()
         if not distance <= _ROUNDING:
             found = f"ten steps on shards end {distance:.1e} away from those on whole tensors"
 
@@ -221,7 +226,7 @@ def _compare_shards(
             found = f"its {name} differ between the ranks after ten steps"
     if found:
         draws = ", because it draws random numbers in step()" if whole.drew else ""
-        raise ValueError(f"{kind}: {found}{draws}; {_UNDER_FSDP2}")
+        raise ValueError(f"the updates of {kind} depend on shards: {found}{draws}; {_UNDER_FSDP2}")
 
 
 def of_kind(optimizer: Optimizer, model: nn.Module) -> Optimizer:
@@ -229,11 +234,11 @@ def of_kind(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     optimizer = plain_optimizer(optimizer)
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters
-    options = {}
+    make = partial(kind, model.parameters())
     for name, value in optimizer.defaults.items():
         if name in accepted:
-            options[name] = deepcopy(value)
+            make.keywords[name] = deepcopy(value)
     if "model" in accepted:
-        options["model"] = model
-    made: Optimizer = kind(model.parameters(), **options)
+        make.keywords["model"] = model
+    made: Optimizer = make()
     return made

@@ -11,11 +11,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_with_path
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.optimizer_tensors import is_plain_tensor, own_name, own_state
+from oneloop.basics.optimizer_tensors import OWN, is_plain_tensor, own_name, own_state
 from oneloop.basics.tensors import (
     Optimizers,
+    as_real,
     groups_of,
     kinds_of,
+    of_shape,
     optimized,
     optimizers_of,
     plain_optimizer,
@@ -208,3 +210,51 @@ def _filled(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
     with as_expected("the state of the optimizer"):
         tensor = tensors[value["tensor"]]
         return tensor if value["on_host"] else tensor.to(device)
+
+
+def optimizer_targets(
+    model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors of the state of optimizers by their saved names.
+
+    Create those that only the checkpoint has; delete those that it does not have.
+    """
+    targets = {}
+    for name, parameter, group, one in optimized(model, optimizer):
+        prefix = f"optimizer.{name}."
+        known = one.state[parameter]
+        for key, value in list(known.items()):
+            if isinstance(value, Tensor) and f"{prefix}{key}" not in saved:
+                del known[key]
+        for entry in saved:
+            if not entry.startswith(prefix):
+                continue
+            key = entry.removeprefix(prefix)
+            if "." in key:
+                continue  # of another parameter, whose name begins with this one
+            if key not in known:
+                known[key] = _empty_entry(saved[entry], parameter, key, group)
+            targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
+    return targets
+
+
+def own_targets(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return new tensors for those of a checkpoint that belong to no parameter, by name."""
+    own = {}
+    for name, about in saved.items():
+        if name.startswith(OWN):
+            own[name] = torch.empty(about.size, dtype=about.properties.dtype)
+    return own
+
+
+def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
+    """Return zeros for an entry of the optimizer state, on the device that it would choose."""
+    kind = saved.properties.dtype
+    size = tuple(saved.size)
+    if parameter.is_complex() and size == (*parameter.shape, 2):
+        return torch.zeros_like(parameter)
+    if size == tuple(of_shape(parameter.detach(), size).shape) and key != "step":
+        return torch.zeros_like(parameter, dtype=kind)
+    # Most optimizers keep the step on the host, so that they need no host sync.
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(size, dtype=kind, device="cpu" if on_host else parameter.device)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
@@ -30,7 +29,6 @@ from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer
-from oneloop.checkpoint.optimizer_values import settings_of
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
@@ -76,12 +74,9 @@ class RunState:
             ValueError.
         moved: finds the buffers that each rank saves; None: only persistent ones of rank 0 are
             saved.
-        make: builds the optimizer of another model, for a trial on a small one
-            (:mod:`oneloop.checkpoint.optimizer_trial`); None: by its class and its defaults.
-        scheduled: names of entries of parameter groups that the loop sets before each step. A
-            checkpoint then holds only entries that the optimizer has changed itself. None: it holds
-            all entries, and the states of the random generators.
-        say: reports what could not be tried.
+        tried: whether the caller has tried the optimizers on a small model
+            (:mod:`oneloop.checkpoint.optimizer_trial`).
+        say: reports an optimizer that could not be tried.
 
     Raises:
         ValueError: two EMAs have one name, models and optimizers cannot be saved by these names, or
@@ -98,8 +93,7 @@ class RunState:
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
         moved: MovedBuffers | None = None,
-        make: Callable[[nn.Module], Optimizer] | None = None,
-        scheduled: Collection[str] | None = None,
+        tried: bool = False,
         say: Callable[[str], object] = print,
     ) -> None:
         self.model = together(model)
@@ -137,14 +131,10 @@ class RunState:
         self._moved = moved
 
         # Try the optimizers on a small model.
-        self._settings = None if scheduled is None else settings_of(optimizer, scheduled)
-        self.draws_others = False  # whether an update draws from Python's or numpy's generator
-        for _, one in optimizers_of(optimizer):
+        for _, one in () if tried else optimizers_of(optimizer):
             like = next(self.model.parameters())
-            tried = try_optimizer(make or partial(of_kind, one), like, scheduled)
-            self.draws_others |= tried.draws_others
-            if tried.note:
-                say(tried.note)
+            for note in try_optimizer(partial(of_kind, one), like).notes:
+                say(note)
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the tensors of all EMAs, by their names in a checkpoint."""
@@ -198,7 +188,7 @@ class RunState:
         files: list[Path] = []
         for part in self.parts.values():
             files += getattr(part, "files", ())
-        if self._settings is None:
+        if checkpoints.settings is None:
             plain[GENERATORS] = checkpoints.gather(random_states(checkpoints.device))
         checkpoints.save(
             step,
@@ -210,7 +200,6 @@ class RunState:
             about=about,
             keep=keep,
             flush=files,
-            settings=self._settings,
         )
 
     def bytes_of_rank(self, checkpoints: Checkpoints) -> int:
@@ -317,7 +306,7 @@ class RunState:
                 part.restart()
         if checkpoints.complete:
             _report_others(saved.keys() - {"optimizer", GENERATORS}, self.parts.keys(), say)
-        if self._settings is None:
+        if checkpoints.settings is None:
             _restore_generators(saved.get(GENERATORS, []), checkpoints, step_in(path.name), say)
         source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path
         say(f"resuming from {source}")

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.optimizer_tensors import OWN
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import (
@@ -29,19 +29,31 @@ from oneloop.basics.tensors import (
     kinds_of,
     named,
     of_shape,
-    optimized,
 )
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
-from oneloop.checkpoint.optimizer_values import members_of
+from oneloop.checkpoint.optimizer_values import (
+    Settings,
+    load_values,
+    members_of,
+    optimizer_targets,
+    optimizer_values,
+    own_targets,
+    settings_of,
+)
 from oneloop.checkpoint.pieces import NAMES, Tensors
 
 __all__ = [
+    "Settings",
     "buffers_of",
     "described",
     "load_tensors",
+    "load_values",
     "model_tensors",
+    "optimizer_tensors",
+    "optimizer_values",
     "reject_others",
+    "settings_of",
     "unsavable",
 ]
 
@@ -236,22 +248,20 @@ def load_tensors(
     for name, tensor in (extra or {}).items():
         if name in saved:
             targets[name] = of_shape(tensor, saved[name].size)
-    own: dict[str, Tensor] = {}
+    of_optimizers: dict[str, Tensor] = {}
     if optimizer is not None:
-        targets |= _optimizer_targets(model, optimizer, saved)
-        for name, about in saved.items():
-            if name.startswith(OWN):
-                own[name] = torch.empty(about.size, dtype=about.properties.dtype)
+        targets |= optimizer_targets(model, optimizer, saved)
+        of_optimizers = own_targets(saved)
 
     # Load; each rank reads its own shards, without communication.
-    targets |= own
+    targets |= of_optimizers
     before_change()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for reader, names in zip(readers, held, strict=True):
             mine = {name: targets[name] for name in names if name in targets}
             load(mine, storage_reader=reader, no_dist=True)
-    return own
+    return of_optimizers
 
 
 def _matching(
@@ -307,32 +317,6 @@ def _averaged(
     return averaged
 
 
-def _optimizer_targets(
-    model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Return the tensors of the state of optimizers by their saved names.
-
-    Create those that only the checkpoint has; delete those that it does not have.
-    """
-    targets = {}
-    for name, parameter, group, one in optimized(model, optimizer):
-        prefix = f"optimizer.{name}."
-        known = one.state[parameter]
-        for key, value in list(known.items()):
-            if isinstance(value, Tensor) and f"{prefix}{key}" not in saved:
-                del known[key]
-        for entry in saved:
-            if not entry.startswith(prefix):
-                continue
-            key = entry.removeprefix(prefix)
-            if "." in key:
-                continue  # of another parameter, whose name begins with this one
-            if key not in known:
-                known[key] = _empty_entry(saved[entry], parameter, key, group)
-            targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
-    return targets
-
-
 class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
     """Appends the bytes that a plan reads to ``needed``, instead of reading them."""
 
@@ -385,16 +369,3 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
             if name.endswith(tail):
                 names[name.removeprefix("ema.").removesuffix(tail)] = None
     return list(names)
-
-
-def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """Return zeros for an entry of the optimizer state, on the device that it would choose."""
-    kind = saved.properties.dtype
-    size = tuple(saved.size)
-    if parameter.is_complex() and size == (*parameter.shape, 2):
-        return torch.zeros_like(parameter)
-    if size == tuple(of_shape(parameter.detach(), size).shape) and key != "step":
-        return torch.zeros_like(parameter, dtype=kind)
-    # Most optimizers keep the step on the host, so that they need no host sync.
-    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return torch.zeros(size, dtype=kind, device="cpu" if on_host else parameter.device)

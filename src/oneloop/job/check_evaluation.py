@@ -7,13 +7,12 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import missing, tool
-from oneloop.basics.seeds import has_drawn, random_states
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensors import reshard
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
-from oneloop.job.restore import contents_of
+from oneloop.job.restore import contents_of, has_drawn, random_states
 from oneloop.job.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Wrapped
 from oneloop.job.trial_samples import EVALUATED, Samples, load_samples, make_batch

@@ -5,12 +5,10 @@ from typing import Any
 
 from oneloop.basics.duration import Scale
 from oneloop.basics.exit_codes import BadInput
-from oneloop.optim.schedule import LearningRate, learning_rate
+from oneloop.optim.schedule import MOMENTUM_KEYS, LearningRate, learning_rate
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import OptimizerConfig
-
-MOMENTA = ("momentum", "betas")  # options of optimizers
 
 
 def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
@@ -43,7 +41,7 @@ def _reject_other_momentum(optimizer: OptimizerConfig, rate: LearningRate) -> No
     """Raise BadInput if a schedule cannot change the momentum, or if the recipe sets it, too."""
     advice = "or set --schedule.cycle_momentum false"
     given: dict[str, Any] = {}
-    for key in MOMENTA:
+    for key in MOMENTUM_KEYS:
         if optimizer.options.get(key):
             given[key] = optimizer.options[key]
     if not given:

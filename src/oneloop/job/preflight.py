@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.checkpoint.optimizer_trial import try_optimizer
 from oneloop.checkpoint.weights import bare
 from oneloop.data.sample_reader import SampleReader
 from oneloop.job.build import Job
@@ -43,7 +44,11 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     Raises:
         BadInput: the task is wrong.
     """
+    # Try the optimizer on a small model.
     model = bare(model)
+    like = next(model.parameters())
+    tried = try_optimizer(job.make_optimizer, like, job.rate.scheduled)
+
     contract = Contract(job.task)
     if run.accelerator.scaler is not None:
         reject_half_parameters(model)
@@ -67,7 +72,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
                 graph = check_evaluation(contract, job, run, model, samples, notes, before)
                 again, wrong = load_samples(reader, TRAINED, 1)
                 seen = check_training(contract, job, run, model, samples, again, wrong)
-                return replace(seen, graph=graph, notes=notes)
+                seen.others.drawn |= tried.draws_others
+                return replace(seen, graph=graph, notes=[*notes, *tried.notes])
         except BadInput as error:
             if run.sharded and isinstance(error.__cause__, RuntimeError):
                 raise BadInput(

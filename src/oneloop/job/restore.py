@@ -10,10 +10,20 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import random_states, set_random_states
+from oneloop.basics.seeds import has_drawn, random_states, set_random_states
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
+
+__all__ = [
+    "KeptTensors",
+    "all_restored",
+    "contents_of",
+    "has_drawn",
+    "random_states",
+    "restored",
+    "restored_buffers",
+]
 
 _COPIED = 1 << 30  # bytes of parameters and buffers that are copied; larger models are hashed
 

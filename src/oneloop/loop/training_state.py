@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.tensors import local
-from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.checkpoints import Checkpoints, settings_of
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA
 from oneloop.job.build import Job
-from oneloop.job.learning_rate import MOMENTA
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import Best, Counters, Results
@@ -68,6 +67,7 @@ class State(RunState):
             run.accelerator,
             origin=getattr(task, "origin", None),
             complete=False,
+            settings=settings_of(optimizer, job.rate.scheduled),
             sync=recipe.save.sync,
             max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,
@@ -116,24 +116,16 @@ class State(RunState):
         if run.accelerator.scaler:
             parts["scaler"] = run.accelerator.scaler
 
-        # Try the optimizer on a small model: this may raise.
-        scheduled = ["lr"]
-        if job.rate.cycles_momentum:
-            scheduled += MOMENTA
-        with run.setting_up():
-            super().__init__(
-                model,
-                optimizer,
-                emas=emas,
-                parts=parts,
-                own=["tracking"],
-                check=same.check,
-                moved=MovedBuffers(model),
-                make=job.make_optimizer,
-                scheduled=scheduled,
-                say=run.display.say,
-            )
-        seen.others.drawn |= self.draws_others
+        super().__init__(
+            model,
+            optimizer,
+            emas=emas,
+            parts=parts,
+            own=["tracking"],
+            check=same.check,
+            moved=MovedBuffers(model),
+            tried=True,
+        )
 
     def _let_saves_overlap(
         self, run: Run, model: nn.Module, seen: Preflight, *, sync: bool

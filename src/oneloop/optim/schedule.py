@@ -124,6 +124,7 @@ def exponential(
     return float(factor ** float(step / _steps(every)))
 
 
+MOMENTUM_KEYS = ("momentum", "betas")  # options of optimizers
 _MOMENTA = (0.85, 0.95)  # of torch's OneCycleLR, at the peak and at the ends
 
 
@@ -262,6 +263,11 @@ class LearningRate:
             values = [high, low, high, high]
         at = _ends(self.total, self.options["pct_start"], len(values))
         return _annealed(step, at, values, self.options["anneal_strategy"])
+
+    @property
+    def scheduled(self) -> tuple[str, ...]:
+        """Return the names of the entries of parameter groups that it sets."""
+        return ("lr", *MOMENTUM_KEYS) if self.cycles_momentum else ("lr",)
 
     @property
     def cycles_momentum(self) -> bool:
