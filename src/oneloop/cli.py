@@ -9,12 +9,14 @@ from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, BadInput, Unavaila
 from oneloop.basics.files import printable
 from oneloop.basics.houses import missing, required
 from oneloop.basics.streams import replace_unknown_characters
+from oneloop.basics.system.signals import on_stops
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import local_run
 from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
 from oneloop.launch.command import launch
 from oneloop.launch.config_files import config_files
+from oneloop.launch.launched import end_early
 
 Command = Callable[[Sequence[str]], int]
 """takes the words after its name, returns oneloop's exit code"""
@@ -42,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``oneloop`` command; return its exit code."""
     replace_unknown_characters()
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and words[:1] == ["launch"]:
+        on_stops(end_early)  # until the processes are started
     if not words or words[0] in ("-h", "--help"):
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
         for name in COMMANDS:

@@ -130,9 +130,6 @@ def test_what_linux_and_psutil_say_is_equal(monkeypatch):
             assert not processes.is_python(grandchild)
             assert processes.is_alive(child.pid)
             assert not processes.is_stopped(child.pid)
-            assert processes.cpu_seconds(child.pid) == pytest.approx(
-                sum(psutil.Process(child.pid).cpu_times()[:2]), abs=0.2
-            )
         child.send_signal(signal.SIGSTOP)
         until = time.monotonic() + 10
         while not processes.is_stopped(child.pid) and time.monotonic() < until:
@@ -158,7 +155,6 @@ def test_what_linux_and_psutil_say_is_equal(monkeypatch):
         assert not processes.is_stopped(child.pid)
         assert not processes.is_traced(child.pid)
         assert processes.children(child.pid) == []
-        assert processes.cpu_seconds(child.pid) == 0.0
         assert processes.is_python(child.pid)  # a launcher that cannot be examined may be one
 
 

@@ -24,6 +24,7 @@ import lab
 import stores
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.heartbeats import BEATS
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
 from oneloop.checkpoint.store import Store, problems, write_file
@@ -651,7 +652,9 @@ def test_a_lease_of_another_form_blocks_no_start_for_ever(tmp_path, monkeypatch,
         bucket.put(f"owner/{name}", content, create=True)
     about = {"pid": 2, "host": "new", "since": "now", "token": "mine"}
     monkeypatch.setenv("ONELOOP_LEASE", "1")
+    heartbeats = BEATS.count
     assert take(bucket, about, say=said.append).number == 2
+    assert BEATS.count > heartbeats  # the wait is no hang
     assert all(line.isprintable() for line in said) and len(said) == 1, said
     monkeypatch.setenv("ONELOOP_LEASE", "1e9")
     with pytest.raises(BadInput, match="must be a number of seconds from 1 to 3600"):

@@ -4,22 +4,29 @@ it is random."""
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch._utils import ExceptionWrapper
 
+from oneloop.basics.bucket import store_errors
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
-from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.seeded_samples import SampleError, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
+from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.run.failure import report_error, words_of
+from oneloop.tasks.rows.rows import Mapped
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.seeded_samples",
     "oneloop.data.step_batches",
+    "oneloop.run.failure",
 )
 
 SIZE, MIDDLE = 40, 17
@@ -214,3 +221,59 @@ def test_weights_are_those_of_seeding_always(tmp_path, kind, ranks, config, work
         run(function, [*words, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()
         weights.append(load_file(tmp_path / name / "final" / "model.safetensors"))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+class Unread:
+    """A data set whose storage does not answer."""
+
+    def __getitem__(self, index: int) -> int:
+        with store_errors("s3://bucket/rows"):
+            raise TimeoutError("no answer")
+
+
+class Gone(Unread):
+    """A data set of which a file has gone."""
+
+    def __getitem__(self, index: int) -> int:
+        two = np.array([2])
+        outputs = FrozenOutputs(np.dtype([("p", "<f4")]), counts=two, lengths=two, content="")
+        outputs.attach(Path("gone"))
+        return len(outputs[index])
+
+
+def unfit(row: int) -> int:
+    raise ValueError("of the user")
+
+
+class Unfit:
+    def __getitem__(self, index: int) -> int:
+        return unfit(index)
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (Unread(), "StoreError: s3://bucket/rows: TimeoutError: no answer"),
+        (Gone(), "Unavailable: gone/00000000.bin cannot be read"),
+        (Mapped([7], unfit), "ValueError: row 0: of the user"),
+        (Unfit(), ""),  # the traceback shows the user's code
+    ],
+    ids=["no answer", "gone", "row", "user"],
+)
+def test_what_oneloop_itself_has_found_is_one_line(data, expected, in_worker, capsys):
+    with pytest.raises(SampleError) as raised:
+        SeededSamples(data, seed=0, name="train").batch([(0, 0)], list)
+    error: BaseException = raised.value
+    if in_worker:
+        info = (raised.type, raised.value, raised.tb)
+        with pytest.raises(SampleError) as passed_on:
+            ExceptionWrapper(info, where="in DataLoader worker process 0").reraise()
+        error = passed_on.value
+    report_error(error, words_of(error))
+    printed = capsys.readouterr().err
+    if expected:
+        message = f"sample 0 of the train set cannot be loaded: {expected}"
+        assert printed.partition(": ")[2].startswith(message) and len(printed.splitlines()) == 1
+    else:
+        assert "Traceback" in printed and "in unfit" in printed

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from frozen_task import Frozen, Next, documents, listed, log_probabilities
+from oneloop.cli import main
 from remote_data import counted_s3
 from slow_cases import with_slow
 from worlds import apply, back_to, here, run
@@ -365,8 +366,15 @@ def test_the_command_lists_and_deletes(first, tmp_path):
 
     assert command(tmp_path, str(store), "--delete", "b").returncode == 2
     done = command(tmp_path, str(store), "--delete", f"{one[:8]},ff")
-    assert done.returncode == 2 and "matches 0 stores" in done.stderr and (store / one).exists()
+    assert done.returncode == 2 and "matches 0 of" in done.stderr and (store / one).exists()
     done = command(tmp_path, str(store), "--delete", one[:8])
     assert done.returncode == 0 and not (store / one).exists() and (store / other).exists()
     command(tmp_path, str(store), "--delete", "all")
     assert sorted(file.name for file in store.iterdir()) == ["0123"]
+
+
+@pytest.mark.parametrize("keys", ["all", "0123", ""])
+def test_a_deletion_of_nothing_is_reported(tmp_path, capsys, keys):
+    assert main(["frozen", str(tmp_path / "stores"), "--delete", keys]) == 2
+    message = f"--delete {keys} matches 0 of 0 stores in {tmp_path}/stores, and nothing was deleted"
+    assert (message if keys else "--delete names no store") in capsys.readouterr().err

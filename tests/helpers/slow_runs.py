@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class Slow(Ragged):
         rank: of the process that is slow.
         once: a file that records that it was slow.
         tested: whether there is a test set.
+        stops: whether a stop is requested just before.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class Slow(Ragged):
         rank: int = 0,
         once: str = "once",
         tested: bool = False,
+        stops: bool = False,
         **more: Any,
     ) -> None:
         super().__init__(samples=64, held_out=32, **more)
         self.place, self.seconds, self.rank, self.once = place, seconds, rank, Path(once)
-        self.tested = tested
+        self.tested, self.stops = tested, stops
         if place == "exit handler":
             atexit.register(self.come, place)
         if place == "state_dict":
@@ -91,6 +94,9 @@ class Slow(Ragged):
         begun = Path("run").glob("recipe.yaml" if place == "first step" else "checkpoints/step-*")
         if any(begun) and not self.once.exists():
             self.once.touch()
+            if self.stops:
+                os.kill(os.getppid(), signal.SIGTERM)  # the supervisor; of a data worker: its owner
+            # a signal interrupts no sleep
             time.sleep(self.seconds)
 
     def _state(self) -> dict[str, Any]:

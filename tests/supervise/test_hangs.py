@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from oneloop.basics import heartbeats
-from oneloop.basics.heartbeats import ENDING, EVALUATION, LOADING, SAVING, SET_UP, TRAINING, Beats
+from oneloop.basics.heartbeats import EVALUATION, LOADING, SET_UP, TRAINING, Beats
 from oneloop.supervise import hangs, pipe
 from oneloop.supervise.crash_report import Cause, describe_exit
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang, hung_ranks
@@ -48,17 +48,6 @@ CASES = [
     ([status(0, silent=11.0, stopped=True)], []),  # the user stopped a run of one process
     ([status(0, waits=True), status(1, silent=11.0, stopped=True)], [1]),
     ([status(0, limit=600.0)], []),
-    (
-        [status(0, limit=600.0, stop_requested=True)],
-        [0],
-    ),  # a stop is requested: ten seconds for the step
-    (
-        [status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)],
-        [0],
-    ),  # same for two
-    ([status(0, limit=600.0, stop_requested=True, phase=SAVING)], []),
-    ([status(0, limit=1800.0, stop_requested=True, phase=ENDING)], []),
-    ([status(0, limit=600.0, stop_requested=True, patience=2.0)], []),
     ([], []),
 ]
 TEXT = "sample 17 of the train set"
@@ -82,8 +71,7 @@ def test_what_is_reported():
     )
     reads = {"waits": True, "reads": TEXT}
     assert describe_hang(status(1, **reads)) == f"rank 1 waits for data for 11 s: {TEXT}"
-    for other in ({"stop_requested": True}, {"silent": 9.0}):
-        assert "rank 1 hangs in training" in describe_hang(status(1, **reads, **other))
+    assert "rank 1 hangs in training" in describe_hang(status(1, **reads, silent=9.0))
     assert describe_exit(2, -9, stopped_by="SIGTERM").startswith(
         "rank 2 was killed by SIGKILL, after a stop request by SIG"
     )
@@ -194,11 +182,18 @@ CELLS = [
 
 
 def slow_run(
-    folder, place, config, ranks, seconds: float, *, patience: float = 0.05, timeout: float = 120.0
+    folder,
+    place,
+    config,
+    ranks,
+    seconds: float,
+    *more: str,
+    patience: float = 0.05,
+    timeout: float = 120.0,
 ):
     (folder / "slow.yaml").write_text(RECIPE)
     words = [*WORDS, "--task.place", place, "--task.seconds", str(seconds)]
-    words += ["--machine.patience", str(patience)]
+    words += ["--machine.patience", str(patience), *more]
     # only rank 0 writes final/
     words += ["--task.rank", str(0 if place == "final" else ranks - 1), *PLACES.get(place, [])]
     if place == "generation":
@@ -233,6 +228,43 @@ def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
     assert ("waits for data" in world.output) == (place in READ), world.output
     assert READ.get(place, "") in world.output
     assert (tmp_path / "once").exists() or place in ("save", "frozen base", "upload")
+
+
+STOPS = [
+    "first step",
+    "sample",
+    "collate",
+    "worker",
+    "metric",
+    "compute",
+    "evaluation",
+    "state_dict",
+    "exit handler",
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "config", "ranks"),
+    [
+        pytest.param(
+            place,
+            *layout,
+            marks=() if (place, layout[0]) == ("compute", "single") else pytest.mark.slow,
+        )
+        for place in STOPS
+        for layout in LAYOUTS
+    ],
+)
+def test_a_stop_shortens_no_limit(tmp_path, place, config, ranks):
+    """The stop is requested before slow work, which takes longer than a hang of a step could."""
+    words = ["--task.stops", "true"]
+    world = slow_run(tmp_path, place, config, ranks, 9 * SHORT, *words, patience=0.4)
+    code, reason = (0, "done") if place == "exit handler" else (75, "stopped by")
+    assert world.codes == [code] * ranks, world.output
+    assert "hangs" not in world.output and "killing it" not in world.output, world.output
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert ended["exit_code"] == code and ended["exit_reason"].startswith(reason)
+    assert (tmp_path / "run" / "checkpoints" / f"step-{ended['step']:08d}").exists()
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -15,12 +17,15 @@ import psutil
 import pyarrow
 import pytest
 import torch
+from filelock import FileLock
 from pyarrow import parquet
 
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import order_of
 from oneloop.data.step_batches import CollateWithWeight, groups
+from oneloop.tasks.rows.remote import handshake
 from oneloop.tasks.rows.remote.data_sets import remote_found
+from oneloop.tasks.rows.remote.fetch_client import connected
 from oneloop.tasks.rows.rows import Mapped
 from remote_data import counted_s3
 from worlds import run
@@ -29,6 +34,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.fetcher",
     "oneloop.tasks.rows.remote.fetch_client",
     "oneloop.tasks.rows.remote.fetch_room",
+    "oneloop.tasks.rows.remote.handshake",
     "oneloop.tasks.rows.remote.range_file",
 )
 
@@ -175,6 +181,33 @@ def test_a_resume_fetches_two_windows(store, tmp_path):
     assert len(world.ok()) == 2 and gone(tmp_path)
     fetched = sum(one.end - one.start for one in chunks(store))
     assert 0 < fetched < 1.1 * 2 * WINDOW * 2**20
+
+
+def test_nobody_waits_for_a_peer_that_says_nothing(tmp_path, monkeypatch):
+    """It may be a stranger at the port of a fetcher, or another program at the port of an earlier
+    one."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path))
+    monkeypatch.setattr(handshake, "SECONDS", 3)
+    run, folder = "a" * 16, tmp_path / "row_groups"
+    pointer = folder / f"{run}.json"
+    (folder / "earlier").mkdir(parents=True)
+    (folder / "earlier" / "key").write_bytes(b"key")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
+        about = {"folder": str(folder / "earlier"), "port": silent.getsockname()[1]}
+        pointer.write_text(json.dumps(about))
+        first = threads.submit(connected, run)
+
+        # While this process waits for an answer, other runs can start a fetcher.
+        with silent.accept()[0], FileLock(folder / "fetchers.lock", timeout=120):
+            pass
+        with first.result(120):
+            # A new fetcher has taken its place. Beside a stranger, it answers.
+            port = json.loads(pointer.read_text())["port"]
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"\0")
+                threads.submit(connected, run).result(120).close()
+    assert gone(tmp_path)
 
 
 def fetchers(cache: Path) -> list[psutil.Process]:

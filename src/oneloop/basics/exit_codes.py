@@ -7,6 +7,7 @@ ERROR = 1
 BAD_INPUT = 2
 DIVERGED = 3
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again to resume
+INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
 class BadInput(ValueError):

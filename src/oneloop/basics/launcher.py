@@ -54,6 +54,7 @@ def launcher() -> int | None:
 FILE = "ONELOOP_EXIT_FILE"
 HOST = "ONELOOP_HOST"  # variable with the name of this node, if there are several
 _LAUNCHER = "launcher"
+CTRL_C = "interrupted"  # file that exists once ``oneloop launch`` has received a Ctrl-C
 
 
 def exit_file_variable(folder: Path) -> dict[str, str]:
@@ -65,22 +66,30 @@ def exit_file_variable(folder: Path) -> dict[str, str]:
 def launcher_waits() -> bool:
     """Return whether ``oneloop launch`` is running, and waits for an exit code."""
     try:
-        return is_alive(int((Path(os.environ[FILE]).parent / _LAUNCHER).read_text()))
-    except (KeyError, OSError, ValueError):
+        return is_alive(int((exit_folder() / _LAUNCHER).read_text()))
+    except (OSError, ValueError):
         return False
+
+
+def exit_folder() -> Path:
+    """Return the folder of the exit codes, which does not exist without ``oneloop launch``."""
+    return Path(os.environ.get(FILE) or "/dev/null/none").parent
 
 
 def has_exit_file() -> bool:
     """Return whether this process should report its exit code by a file."""
-    return FILE in os.environ and Path(os.environ[FILE]).parent.is_dir()
+    return exit_folder().is_dir()
 
 
 def register_process() -> None:
     """If ``oneloop launch`` waits for this process, ask it to forward its signals here."""
-    file = os.environ.get(FILE)
-    if file:
-        with suppress(OSError):
-            (Path(file).parent / f"process-{os.getpid()}").touch()
+    with suppress(OSError):
+        (exit_folder() / f"process-{os.getpid()}").touch()
+
+
+def registered(folder: Path) -> list[str]:
+    """Return the ids of the processes that have registered in the folder of exit codes."""
+    return [file.name.removeprefix("process-") for file in folder.glob("process-*")]
 
 
 def report_exit_code(code: int) -> bool:

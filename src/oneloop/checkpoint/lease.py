@@ -19,6 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.untrusted import is_word, parsed_json
 
 # variable with the seconds after which an owner that does not renew its lease is replaced
@@ -134,7 +135,8 @@ def take(
             bucket.remove(_name(newest - 1))
             return Lease(bucket, newest + 1, own)
 
-        # Look again a little later.
+        # Look again a little later. The wait for another owner is no hang.
+        BEATS.beat()
         if seen is None:
             say(
                 f"{bucket.address} is held by {_who(there)}; waiting for up to "

@@ -8,6 +8,7 @@ negligible.
 """
 
 import random
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.loaded_step import LOADED_FOR
 from oneloop.basics.seeds import GOLDEN, mixed, seed_others
 from oneloop.data.skipped_rows import SkipSample
@@ -108,8 +110,7 @@ class SeededSamples(Dataset[Any]):
         except Exception as error:
             if self.reading[self._worker] < 0:  # raised by collate
                 raise
-            kind = UnfitSample if isinstance(error, ValueError) else SampleError
-            raise kind(self._message(error)) from error
+            raise _kind(error)(self._message(error)) from error
 
     def _message(self, error: Exception) -> str:
         by = "" if get_worker_info() is None else f" by data worker {self._worker}"
@@ -168,7 +169,7 @@ class SeededSamples(Dataset[Any]):
                 self.skipped.append((place[1], str(error)))
         self.reading[self._worker] = -1
         if places and not samples:
-            raise UnfitSample(
+            raise UnfitRow(
                 f"no row of a micro-batch of {len(places):,} can be used, the first: "
                 f"{self.skipped[0][1]}; correct the rows, or set a larger batch.micro"
             ) from SkipSample(self.skipped[0][1])
@@ -220,6 +221,26 @@ class SampleError(RuntimeError):
 
 class UnfitSample(SampleError, ValueError):
     """A sample that cannot be loaded because its content is invalid (ValueError)."""
+
+
+class UnfitRow(UnfitSample, BadInput):
+    """The same, found by oneloop itself: the message is enough, without a traceback."""
+
+
+class UnreadSample(SampleError, Unavailable):
+    """A sample that cannot be read from its storage; the message is enough."""
+
+
+def _kind(error: Exception) -> type[SampleError]:
+    """Return the class of the error for a sample whose data set has raised ``error``.
+
+    A data worker passes on no more of an exception than its class and its text.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = frame.f_globals.get("__name__", "").startswith("oneloop.")
+    if isinstance(error, ValueError):
+        return UnfitRow if ours else UnfitSample
+    return UnreadSample if ours and isinstance(error, OSError) else SampleError
 
 
 class Batches(Dataset[Any]):

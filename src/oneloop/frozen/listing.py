@@ -106,17 +106,20 @@ def _about(read: Callable[[str], bytes], key: str) -> dict[str, Any] | None:
     return about if intact(about) else None
 
 
-def chosen(found: Sequence[Listed], keys: Sequence[str]) -> Iterator[Listed]:
+def chosen(found: Sequence[Listed], keys: Sequence[str], where: object) -> Iterator[Listed]:
     """Yield the stores whose keys begin with one of these; ``all`` means all of them.
 
-    Raise BadInput if a key matches no store or several.
+    Raise BadInput if a key matches no store or several; ``where`` names their place.
     """
+    if not keys:
+        raise BadInput("--delete names no store; give the beginning of a key, or all")
     for key in keys:
         matches = [store for store in found if key == "all" or store.key.startswith(key)]
-        if key != "all" and len(matches) != 1:
+        if not matches or (key != "all" and len(matches) > 1):
             raise BadInput(
-                f"--delete {key} matches {len(matches)} stores; give the beginning of one key in "
-                "the list, or all"
+                f"--delete {key} matches {len(matches)} of {len(found)} stores in {where}, and "
+                "nothing was deleted; give the beginning of one key that oneloop frozen lists, or "
+                "the ADDRESS of other stores"
             )
         yield from matches
 

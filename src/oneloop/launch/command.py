@@ -125,7 +125,7 @@ def _directly(words: list[str], variables: dict[str, str]) -> _Start:
 def _by_accelerate(words: list[str]) -> _Start:
     """Start accelerate's launcher, which starts the training processes of this node."""
     command = [sys.executable, "-m", "oneloop.launch.accelerate_launch", str(os.getpid()), *words]
-    return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"})
+    return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGQUIT"})
 
 
 def _by_agent(task: AgentTask) -> _Start:

@@ -8,13 +8,23 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
+from oneloop.basics.launcher import CTRL_C, registered, report_exit_code
 from oneloop.basics.system.processes import is_alive, is_stopped
-from oneloop.basics.system.signals import on_stops
+from oneloop.basics.system.signals import AT_ONCE, on_stops
+from oneloop.supervise.crash_report import say, stop_name, stopped_early
 
 _INTERVAL = 0.2  # seconds between two checks
 _EXIT = 10.0  # seconds after the end of the run in which its processes should exit
+
+
+def end_early(number: int, frame: object) -> NoReturn:
+    """Handle a stop signal before any process trains: report it, and exit."""
+    report_exit_code(STOPPED)
+    say(stopped_early(stop_name(number)))
+    os._exit(STOPPED)
 
 
 class Launched:
@@ -35,9 +45,12 @@ class Launched:
         *,
         output: int | None = None,
     ) -> None:
+        self._command = command
         self._folder = folder  # with the ids of the training processes
         self._signals: list[int] = []
-        self._forwarded: set[tuple[int, str]] = set()  # (signal, process id)
+        self._stopped_by = ""  # the first of them
+        self._interrupted_at = float("inf")  # the first Ctrl-C, by time.monotonic
+        self._forwarded: set[tuple[int, str]] = set()  # (index of the signal, process id)
         self._ending: Path | None = None  # the newest exit code that the processes have reported
         self._ending_since = 0.0  # when it was first seen, by time.monotonic
         # The process ignores SIGINT, which a terminal also sends to the training processes: it
@@ -51,10 +64,17 @@ class Launched:
 
     def _record(self, number: int, frame: object) -> None:
         """Record a signal."""
-        # A terminal sends SIGINT to the training processes, too. A second one would kill them.
+        self._stopped_by = self._stopped_by or stop_name(number)
+        # The first Ctrl-C becomes SIGTERM: a terminal may send it to the training processes, too,
+        # and a second one ends them.
         if number == signal.SIGINT:
-            number = signal.SIGTERM
-        if number not in self._signals:
+            now = time.monotonic()
+            self._interrupted_at = min(self._interrupted_at, now)
+            if now - self._interrupted_at < AT_ONCE:
+                number = signal.SIGTERM
+            with suppress(OSError):
+                (self._folder / CTRL_C).touch()
+        if number == signal.SIGINT or number not in self._signals:
             self._signals.append(number)
 
     def ended(self, until: float) -> int:
@@ -80,7 +100,10 @@ class Launched:
         file = self._reported()
         if file is not None:
             return int(file.read_text())
-        if self._signals:
+        if self._signals and not registered(self._folder):
+            trains = "oneloop.train" in " ".join(self._command)
+            by = self._stopped_by
+            say(stopped_early(by) if trains else f"stopped by {by}")
             return STOPPED
         if code in (0, BAD_INPUT):
             return code
@@ -94,11 +117,14 @@ class Launched:
             return None
 
     def _forward(self) -> None:
-        """Send each recorded signal once to each process, also to processes that start later."""
-        for number in self._signals:
-            for pid in self._alive():
-                if (number, pid) not in self._forwarded:
-                    self._forwarded.add((number, pid))
+        """Send each recorded signal once to each process, also to processes that start later.
+
+        Until a training process has registered, the process that starts them gets it.
+        """
+        for index, number in enumerate(self._signals):
+            for pid in self._alive() or [str(self._process.pid)]:
+                if (index, pid) not in self._forwarded:
+                    self._forwarded.add((index, pid))
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), number)
 
@@ -128,9 +154,4 @@ class Launched:
                 os.kill(int(pid), signal.SIGCONT)
 
     def _alive(self) -> list[str]:
-        alive = []
-        for file in self._folder.glob("process-*"):
-            pid = file.name.removeprefix("process-")
-            if is_alive(int(pid)):
-                alive.append(pid)
-        return alive
+        return [pid for pid in registered(self._folder) if is_alive(int(pid))]

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
-from oneloop.basics.exit_codes import StoppedEarly
+from oneloop.basics.exit_codes import INTERRUPTED, StoppedEarly
 from oneloop.basics.launcher import has_exit_file, ranks, report_exit_code
 from oneloop.basics.system.signals import on_stops, stop_signals
+from oneloop.supervise.crash_report import stop_name
 from oneloop.supervise.pipe import CHANNEL
 
 
@@ -62,9 +63,6 @@ def leave(code: int, *, main: bool) -> NoReturn:
     raise SystemExit(code)
 
 
-_AT_ONCE = 1.0  # seconds; a second interrupt within them is the first one, forwarded by a launcher
-
-
 class Stopping:
     """Stop requests for this process, by signals, time limit or STOP file.
 
@@ -73,7 +71,7 @@ class Stopping:
     """
 
     def __init__(self, *, looks: bool = True) -> None:
-        # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
+        # source: a signal's name, ``Ctrl-C``, ``stop.after`` or ``a STOP file``; None: no request
         self.by: str | None = None
         # times are those of time.monotonic
         self._looks = looks
@@ -82,7 +80,6 @@ class Stopping:
         self._deadline = float("inf")
 
         self._signals: list[signal.Signals] = []
-        self._last_interrupt = 0.0
         # whether the run has not begun; None: StoppedEarly was raised
         self.early: bool | None = False
 
@@ -90,7 +87,8 @@ class Stopping:
         """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on.
 
         They stop the run after the current step. Before the run has begun they raise
-        :class:`StoppedEarly`. A second SIGINT ends the process at once.
+        :class:`StoppedEarly`. The supervisor ends all processes at a second SIGINT; without one,
+        this process ends.
         """
         self.early = True
         on_stops(self._exit_on_second)
@@ -130,25 +128,16 @@ class Stopping:
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _record(self, number: int, *, apart: float = 0.0) -> bool:
-        """Record a signal; return whether it is a repeated SIGINT.
-
-        Within ``apart`` seconds, a second SIGINT counts as the first one.
-        """
-        now = time.monotonic()
-        again = False
-        if number == signal.SIGINT:
-            again = number in self._signals and now - self._last_interrupt >= apart
-            self._last_interrupt = now
-        self.by = self.by or signal.Signals(number).name
+    def _record(self, number: int) -> bool:
+        """Record a signal; return whether it is a repeated SIGINT."""
+        again = number == signal.SIGINT and number in self._signals
+        self.by = self.by or stop_name(number)
         self._signals.append(signal.Signals(number))
         return again
 
     def _exit_on_second(self, number: int, frame: Any) -> None:
-        if self._record(number, apart=_AT_ONCE):
-            if os.isatty(1):
-                os.write(1, b"\x1b[?25h")  # show the cursor that a bar has hidden
-            leave_at_once(128 + signal.SIGINT)
+        if self._record(number) and not CHANNEL.watched:
+            leave_at_once(INTERRUPTED)
         if self.early:
             self.early = None
             raise StoppedEarly

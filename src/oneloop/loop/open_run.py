@@ -60,12 +60,13 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     with run.setting_up():
         run.stopping.early = False
         run.begun = True
+        # The supervisor also learns that from now on a stop is more than an end.
+        CHANNEL.folder = folder.path.absolute()
+        CHANNEL.send(folder=str(CHANNEL.folder))
         if run.main:
             starts = begin_folder(job, run, folder, state)
 
-    # Report the folder of the run to the supervisor, and start the clock.
-    CHANNEL.folder = folder.path.absolute()
-    CHANNEL.send(folder=str(CHANNEL.folder))
+    # Start the clock.
     state.count.begin(run.from_main(starts))
 
     # Begin the log. Its state is saved, too: a resume deletes the lines of lost steps.

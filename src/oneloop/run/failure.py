@@ -12,7 +12,6 @@ from oneloop.basics.launcher import rank, ranks
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.checkpoint.store import Store, step_of
 from oneloop.data.data_workers import end_workers
-from oneloop.data.seeded_samples import UnfitSample
 from oneloop.job.build import Job
 from oneloop.job.find_micro_batch import explained
 from oneloop.launch.agreement import where
@@ -87,12 +86,9 @@ def report_error(error: BaseException, reason: str) -> None:
     With several ranks, report it to the supervisor, which prints the first one and ends all ranks.
     """
     # Print only the message if it is enough: oneloop itself found what is wrong.
-    cause = error.__cause__
-    ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
-    if ours or isinstance(error, exit_codes.Inexact | exit_codes.BadInput | SaveError):
-        error = error.with_traceback(None)
-        error.__cause__ = None
-        error.__suppress_context__ = True
+    ours = exit_codes.Inexact | exit_codes.BadInput | exit_codes.Unavailable | SaveError
+    if isinstance(error, ours):
+        error = type(error)(reason.partition(": ")[2])
 
     # The supervisor prints the first error of all ranks, and ends this process while it waits.
     if CHANNEL.watched and ranks() > 1:

@@ -13,6 +13,7 @@ from typing import Any
 
 from oneloop.basics.exit_codes import ERROR
 from oneloop.basics.files import dumps, replacing, vouched
+from oneloop.basics.launcher import CTRL_C, exit_folder
 
 STACKS = "stacks"  # folder of the stacks in the run folder
 _SECONDS = 3.0  # time limit of writes to the run folder
@@ -65,6 +66,16 @@ def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
         return f"rank {rank} was killed by signal {-code}{before}"
     hint = f" ({_HINTS[by]})" if by in _HINTS else ""
     return f"rank {rank} was killed by {by.name}{before}{hint}"
+
+
+def stop_name(number: int) -> str:
+    """Return the name of a stop signal.
+
+    That of SIGINT is Ctrl-C, also if ``oneloop launch`` forwards it as SIGTERM.
+    """
+    if number == signal.SIGINT or (exit_folder() / CTRL_C).exists():
+        return "Ctrl-C"
+    return signal.Signals(number).name
 
 
 def stopped_early(by: str | None) -> str:

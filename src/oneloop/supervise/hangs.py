@@ -4,11 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oneloop.basics.heartbeats import ENDING, LOADING, SAVING
 from oneloop.supervise.crash_report import Cause
 
-_STOPPING = 10.0  # hang limit in seconds after a stop request, if the step time is unknown
-_UNHURRIED = (SAVING, LOADING, ENDING)  # phases in which a stop request changes no limit
 _SILENT = 5.0  # seconds without a report after which a process counts as silent
 
 
@@ -30,19 +27,16 @@ class RankStatus:
     held: bool = False  # held by a debugger: never counts as hung
     silent: float = 0.0  # seconds since the last report
     stopped: bool = False  # whether SIGSTOP stopped it
-    stop_requested: bool = False
 
-    def late(self, stop_requested: bool) -> bool:
-        """Return whether its last heartbeat is too long ago."""
-        limit = self.limit
-        if stop_requested and self.median is None and self.phase not in _UNHURRIED:
-            limit = min(limit, self.patience * _STOPPING)
-        return not self.held and self.since > limit
+    @property
+    def late(self) -> bool:
+        """Whether its last heartbeat is too long ago; a stop request does not change that."""
+        return not self.held and self.since > self.limit
 
     @property
     def waits_for_data(self) -> bool:
         """Whether storage may be slow, which is no hang of a rank."""
-        return bool(self.reads) and self.silent <= _SILENT and not self.stop_requested
+        return bool(self.reads) and self.silent <= _SILENT
 
 
 def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
@@ -56,8 +50,7 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     # The user has stopped a run of one process, and can continue it.
     if len(statuses) == 1 and statuses[0].stopped:
         return []
-    stop_requested = any(status.stop_requested for status in statuses)
-    if not all(status.late(stop_requested) for status in statuses):
+    if not all(status.late for status in statuses):
         return []
 
     silent = [status for status in statuses if status.silent > _SILENT]

@@ -14,13 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, INTERRUPTED, STOPPED
 from oneloop.basics.launcher import HOST, launcher_waits, register_process, report_exit_code
-from oneloop.basics.system.signals import on_stops, stop_signals
+from oneloop.basics.system.signals import AT_ONCE, on_stops, stop_signals
 from oneloop.supervise.crash_report import (
     Cause,
     describe_exit,
     say,
+    stop_name,
     stopped_early,
     write_page,
     write_stacks,
@@ -39,7 +40,6 @@ _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
 _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 # seconds to exit after this rank or rank 0 has finished: threads and exit handlers of the user
 _OVER = 60.0
-_LEAVING = 10.0  # the same without work of the process, if a stop is requested meanwhile
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
@@ -70,6 +70,7 @@ class Supervisor:
         # Requests to stop.
         self._signals: list[int] = []  # that have arrived, and are not yet forwarded
         self._stop_requested: _StopRequest | None = None  # the first one
+        self._interrupted_at = _NEVER  # when the first Ctrl-C arrived
         self._orphan = False  # whether the launcher has ended
         self._child_listens = False  # whether the training process handles signals
 
@@ -237,11 +238,11 @@ class Supervisor:
 
     def _exchange_status(self, now: float) -> None:
         """Note the status of this rank, and send it to rank 0."""
-        status = self.child.rank_status(stop_requested=self._stop_requested is not None)
+        status = self.child.rank_status()
         if status is not None and self._reported_code is None:
             # Without a connection, this supervisor decides alone.
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
-            if unmet and not self._causes and status.late(stop_requested=False):
+            if unmet and not self._causes and status.late:
                 self._causes = [Cause(status.rank, describe_hang(status))]
                 self._decide_at = now
             self.watch.update(status)
@@ -254,7 +255,16 @@ class Supervisor:
 
     def _forward(self, number: int, by: str = "") -> None:
         """Pass a stop request on to the training process; before it listens, end it."""
-        self._request_stop(by or signal.Signals(number).name)
+        by = by or stop_name(number)
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted_at > AT_ONCE:
+            # A second Ctrl-C ends all ranks, whatever they do.
+            say("ended by a second Ctrl-C: the steps after the last checkpoint are lost")
+            self.peers.send(end=INTERRUPTED)
+            self._leave(INTERRUPTED)
+        if by == stop_name(signal.SIGINT):
+            self._interrupted_at = min(self._interrupted_at, now)
+        self._request_stop(by)
         if self._child_listens:
             self.child.signal(number)
         else:
@@ -280,13 +290,7 @@ class Supervisor:
     def _check_exit(self, now: float) -> None:
         """Kill this rank if it does not exit after it, or rank 0, has finished."""
         patience = self.child.patience or _NEVER
-        late = now - self._finished_at > patience * _OVER
-        if self._stop_requested is not None:
-            # On a busy machine, it exits slowly.
-            worked = self.child.worked_at()
-            since = max(self._finished_at, self._stop_requested.time, worked)
-            late |= now - since > patience * _LEAVING
-        if not late:
+        if now - self._finished_at <= patience * _OVER:
             return
         if self._reported_code is not None:
             say(
@@ -320,7 +324,7 @@ class Supervisor:
 
         # A stop signal has killed it before it listened.
         if not self._child_listens and -code in stop_signals():
-            self._request_stop(signal.Signals(-code).name)
+            self._request_stop(stop_name(-code))
             self._stop_early()
 
         # It has crashed; another rank's report may come first.

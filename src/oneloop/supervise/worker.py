@@ -8,18 +8,12 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from oneloop.basics.system.processes import children, cpu_seconds, is_stopped, is_traced
+from oneloop.basics.system.processes import children, is_stopped, is_traced
 from oneloop.basics.system.signals import answers_with_stacks, ask_for_stacks
 from oneloop.supervise.hangs import RankStatus
 
-_FIELDS = {field.name for field in fields(RankStatus)} - {
-    "rank",
-    "silent",
-    "stopped",
-    "stop_requested",
-}
+_FIELDS = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped"}
 
-_WORK = 0.1  # seconds of CPU time that count as work
 _SILENCE = 0.2  # seconds without output after which stacks count as complete
 
 
@@ -45,8 +39,6 @@ class Worker:
         self._buffer = b""  # a part of the next message
         self._beat: dict[str, Any] | None = None  # the last heartbeat: fields of RankStatus
         self._last_report = time.monotonic()
-        self._cpu = 0.0  # CPU time in seconds when it last worked
-        self._worked_at = float("-inf")
         self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
     @property
@@ -70,7 +62,7 @@ class Worker:
                 self._last_report = time.monotonic()
         return [message for message in received if "beat" not in message]
 
-    def rank_status(self, *, stop_requested: bool) -> RankStatus | None:
+    def rank_status(self) -> RankStatus | None:
         """Return the status of this rank; None before its first report."""
         if self._beat is None:
             return None
@@ -81,19 +73,10 @@ class Worker:
         # Add what the process cannot know.
         status.silent = time.monotonic() - self._last_report
         status.since += status.silent
-        status.stop_requested = stop_requested
         if status.silent > 1.0:
             status.stopped = is_stopped(self.pid)
             status.held = status.held or is_traced(self.pid)
         return status
-
-    def worked_at(self) -> float:
-        """Return when the process or one of its data workers was last seen to use the CPU."""
-        seconds = sum(map(cpu_seconds, [self.pid, *children(self.pid)]))
-        if seconds - self._cpu > _WORK:
-            self._cpu = seconds
-            self._worked_at = time.monotonic()
-        return self._worked_at
 
     def reset_timers(self) -> None:
         """Restart all timers: the whole machine was suspended."""

@@ -150,16 +150,6 @@ def is_python(process: int) -> bool:
         return True
 
 
-def cpu_seconds(process: int) -> float:
-    """Return the CPU time of a process and of its children that have ended; 0 if unknown."""
-    try:
-        if _LINUX:
-            return sum(map(int, _stat(process)[11:15])) / os.sysconf("SC_CLK_TCK")
-        return float(sum(_asked(process, "cpu_times")[:4]))
-    except OSError:
-        return 0.0
-
-
 def children(process: int) -> list[int]:
     """Return the child processes of all threads of a process."""
     try:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _STOPS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+# seconds; a second SIGINT within them is the first one, sent by the terminal and by a launcher
+AT_ONCE = 1.0
 
 
 def stop_signals() -> list[signal.Signals]:

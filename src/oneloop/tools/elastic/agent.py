@@ -23,10 +23,10 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from oneloop.basics.exit_codes import ERROR, STOPPED, BadInput
-from oneloop.basics.launcher import FILE, HOST
+from oneloop.basics.launcher import FILE, HOST, report_exit_code
 from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.recipe.schema import Recipe
-from oneloop.supervise.supervisor import say
+from oneloop.supervise.crash_report import say, stop_name
 from oneloop.tools.elastic.bounded_store import LOST, BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem
 from oneloop.tools.elastic.node_checks import NodeFacts, compared, facts, foreign_folder, new_file
@@ -36,7 +36,6 @@ from oneloop.tools.elastic.rendezvous import (
     exchanged,
 )
 
-_SAVE = 600.0  # seconds for a last checkpoint before a node joins
 _POLL = 0.1  # seconds between two looks
 
 
@@ -108,7 +107,8 @@ class Agent(LocalElasticAgent):
         """Handle a stop signal, which the training processes get too; without any, end at once."""
         self._stop_requested = True
         if self._pcontext is None or not self._worker_group.workers:
-            say(f"stopped by {signal.Signals(number).name}; no process trains on this node")
+            say(f"stopped by {stop_name(number)}; no process trains on this node")
+            report_exit_code(STOPPED)
             os._exit(STOPPED)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -192,12 +192,12 @@ class Agent(LocalElasticAgent):
         if joins and worker_group.group_rank == 0:
             say("a node joins: saving, and starting again with it")
 
-        # For a node that joins, the processes save before they end.
+        # For a node that joins, the processes save before they end. Supervisors end a hang.
         if joins and worker_group.workers:
             for worker in worker_group.workers:
                 with suppress(ProcessLookupError):
                     os.killpg(worker.id, signal.SIGTERM)
-            self._until_ended(_SAVE)
+            self._until_ended(math.inf)
         self._shutdown(signal.SIGKILL, timeout=END)
 
     def _until_ended(self, seconds: float) -> WorkerState:
@@ -214,8 +214,12 @@ class Agent(LocalElasticAgent):
         state = WorkerState.HEALTHY
         if self._worker_group.workers:
             state = super()._monitor_workers(self._worker_group).state
+            reported = self.reported()
+            # Ranks that a stop ends before they are connected exit with the code itself.
+            if state is WorkerState.FAILED and reported == STOPPED:
+                state = WorkerState.SUCCEEDED
             if state is WorkerState.SUCCEEDED:
-                self.code = self.reported() or 0
+                self.code = reported or 0
         elif self._store is not None and self._store.check(["ended"]):
             state = WorkerState.SUCCEEDED
             self.code = int(self._store.get("ended"))

@@ -26,13 +26,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import HOST, register_process
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import AgentTask, accelerate_variables
+from oneloop.launch.launched import end_early
 from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.supervise.supervisor import say
 from oneloop.tools.elastic.agent import Agent
@@ -136,7 +137,7 @@ def main() -> NoReturn:
 
     # Until the agent runs, a signal ends this process.
     register_process()
-    on_stops(lambda number, _: os._exit(STOPPED))
+    on_stops(end_early)
     try:
         code = run(task)
     except BadInput as error:

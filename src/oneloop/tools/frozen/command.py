@@ -16,16 +16,14 @@ def frozen(words: Sequence[str]) -> int:
     options.add_argument(
         "address", nargs="?", metavar="ADDRESS", help="value of task.store: a folder or a bucket"
     )
-    options.add_argument(
-        "--delete", type=names, default=[], metavar="KEY,KEY", help="stores to delete, or all"
-    )
+    options.add_argument("--delete", type=names, metavar="KEY,KEY", help="stores to delete, or all")
     given = options.parse_args(words)
     root = local_root(given.address)
     found = stores(given.address)
     where = given.address if in_bucket(given.address) else root
-    if given.delete:
+    if given.delete is not None:
         # Find all of them before the first is deleted.
-        for store in [*chosen(found, given.delete)]:
+        for store in [*chosen(found, given.delete, where)]:
             remove(store, given.address)
             print(f"deleted: {store.line}")
         return DONE

@@ -22,14 +22,17 @@ from xxhash import xxh3_64_hexdigest
 
 import oneloop
 from oneloop.basics.files import cache_folder, replacing
+from oneloop.basics.system.files import readable_within
 from oneloop.tasks.rows.cache import alone
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
+from oneloop.tasks.rows.remote.handshake import prove
 from oneloop.tasks.rows.remote.range_file import GroupRequest
 
 _FOLDER = "row_groups"
 _LAUNCHER = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
 """variables that all processes of a run on a host have in common"""
 _TRIES = 10
+_START = 60.0  # seconds in which a fetcher starts
 
 
 class FetchClient:
@@ -178,16 +181,26 @@ def connected(run: str) -> Connection:
         ValueError: the cache cannot be written.
         RuntimeError: it does not start.
     """
-    with alone(f"{_FOLDER}/fetchers"):
-        with suppress(OSError, ValueError, EOFError, AuthenticationError):
-            return _opened(json.loads(_pointer(run).read_text()))
-        about = _started(run)
-        return _opened(about)
+    silent = ""  # describes a fetcher that has gone, or does not answer
+    pointer = _pointer(run)
+    for _ in range(_TRIES):
+        with alone(f"{_FOLDER}/fetchers"):
+            if not pointer.exists() or pointer.read_text() == silent:
+                _start(run)
+            silent = pointer.read_text()
+        # Other runs start meanwhile.
+        with suppress(OSError, ValueError, EOFError, AssertionError, AuthenticationError):
+            return _opened(json.loads(silent))
+    raise RuntimeError(
+        "the process that fetches row groups does not answer; start the same command again"
+    )
 
 
 def _opened(about: dict[str, Any]) -> Connection:
     key = (Path(about["folder"]) / "key").read_bytes()
-    return Client(("127.0.0.1", about["port"]), authkey=key)
+    connection = Client(("127.0.0.1", about["port"]))
+    prove(connection, key, accepted=False)
+    return connection
 
 
 def _pointer(run: str) -> Path:
@@ -195,7 +208,7 @@ def _pointer(run: str) -> Path:
     return cache_folder() / _FOLDER / f"{run}.json"
 
 
-def _started(run: str) -> dict[str, Any]:
+def _start(run: str) -> None:
     """Start a fetcher; remove what killed ones have left."""
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(dir=_pointer(run).parent.absolute(), prefix=f"{run}-"))
@@ -217,8 +230,9 @@ def _started(run: str) -> dict[str, Any]:
         )
     assert process.stdout is not None
     with process.stdout as stdout:
-        port = stdout.readline()
+        port = stdout.readline() if readable_within(stdout.fileno(), _START) else b""
     if not port:
+        process.kill()
         process.wait()
         why = (folder / "errors.txt").read_text().strip().splitlines()[-1:]
         shutil.rmtree(folder, ignore_errors=True)
@@ -228,7 +242,6 @@ def _started(run: str) -> dict[str, Any]:
     about = {"folder": str(folder), "port": int(port)}
     with replacing(_pointer(run)) as draft:
         draft.write_text(json.dumps(about))
-    return about
 
 
 def _remove_leftovers() -> None:

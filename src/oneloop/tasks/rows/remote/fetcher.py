@@ -28,6 +28,7 @@ from oneloop.basics.files import one_line, replacing
 from oneloop.basics.system.signals import on_stops
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
 from oneloop.tasks.rows.remote.footers import Footer, footers
+from oneloop.tasks.rows.remote.handshake import prove
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
 from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore, open_store
 
@@ -273,13 +274,19 @@ def _sendable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _accept(listener: Listener, fetcher: _Fetcher) -> None:
+def _accept(listener: Listener, fetcher: _Fetcher, key: bytes) -> None:
     """Accept connections. Runs in a thread."""
+
+    # A stranger may connect, and say nothing: no other process waits for it.
+    def serve(connection: Connection) -> None:
+        with suppress(Exception):
+            prove(connection, key, accepted=True)
+            fetcher.serve(connection)
+
     while True:
         # A process may end while it connects.
-        with suppress(Exception):
-            connection = listener.accept()
-            threading.Thread(target=fetcher.serve, args=(connection,), daemon=True).start()
+        with suppress(OSError):
+            threading.Thread(target=serve, args=(listener.accept(),), daemon=True).start()
 
 
 def main(folder: Path) -> None:
@@ -292,9 +299,10 @@ def main(folder: Path) -> None:
     lock = FileLock(folder / "lock")
     lock.acquire()
     on_stops(signal.SIG_IGN)  # the run saves a checkpoint first, for which it may need data
-    listener = Listener(("127.0.0.1", 0), backlog=128, authkey=(folder / "key").read_bytes())
+    listener = Listener(("127.0.0.1", 0), backlog=128)
     fetcher = _Fetcher(folder)
-    threading.Thread(target=_accept, args=(listener, fetcher), daemon=True).start()
+    given = listener, fetcher, (folder / "key").read_bytes()
+    threading.Thread(target=_accept, args=given, daemon=True).start()
     print(listener.address[1], flush=True)  # type: ignore[misc]  # the port
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     while fetcher.clients or time.monotonic() < fetcher.closed_at:
