@@ -6,7 +6,7 @@ from pathlib import Path
 
 from oneloop.basics.command_options import Options, summary
 from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, BadInput, Unavailable
-from oneloop.basics.files import printable
+from oneloop.basics.files import printable, reject_run_folder, writing
 from oneloop.basics.houses import missing, required
 from oneloop.basics.streams import replace_unknown_characters
 from oneloop.basics.system.signals import on_stops
@@ -106,20 +106,19 @@ def new(words: Sequence[str]) -> int:
         )
     else:
         texts = {given.file: required("a new task").task_template(given.file)}
+    for path in texts:
+        reject_run_folder(path)
     there = [str(path) for path in texts if path.exists()]
     if there:
         raise BadInput(
             f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it"
         )
 
-    try:
-        next(iter(texts)).parent.mkdir(parents=True, exist_ok=True)
+    first = next(iter(texts))
+    with writing(first, "choose another name"):
+        first.parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(
-            f"oneloop new: {error.filename} cannot be written: {error.strerror}"
-        ) from error
     lines = [str(path) for path in texts]
     if not given.configs:
         lines.append(f"train it with: oneloop launch --config_file single {given.file}:MyTask")

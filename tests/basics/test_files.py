@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from oneloop.basics.files import replacing
+from failing_disks import full_disk
+from oneloop.basics.exit_codes import BadInput, Unavailable
+from oneloop.basics.files import replacing, writing
 
 pytestmark = pytest.mark.covers("oneloop.basics.files")
 
@@ -28,3 +30,25 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, shared):
         draft.write_text("new")
         assert file.read_text() == "old" and (str(os.getpid()) in draft.name) == shared
     assert file.read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_in_place_of_a_file_is_set_aside(tmp_path):
+    (tmp_path / "a.json" / "content").mkdir(parents=True)
+    with replacing(tmp_path / "a.json") as draft:
+        draft.write_text("new")
+    assert (tmp_path / "a.json").read_text() == "new"
+    (aside,) = tmp_path.glob("bad-a.json-*")
+    assert (aside / "content").is_dir()
+
+
+def test_an_error_of_a_disk_names_path_and_remedy(tmp_path):
+    with (
+        pytest.raises(BadInput, match=r"^--to x cannot be written \(File too large\); make room$"),
+        full_disk(),
+        writing("--to x", "make room", only_full=True),
+    ):
+        (tmp_path / "file").write_text("content")
+    with pytest.raises(FileNotFoundError), writing("x", "y", only_full=True):
+        (tmp_path / "missing").read_text()
+    with pytest.raises(Unavailable), writing("x", "y"):
+        raise Unavailable("it says more")

@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from failing_disks import without_root
 from oneloop.basics import side_copies
 from oneloop.basics.exit_codes import Inexact
 from oneloop.checkpoint import pieces
@@ -316,6 +318,36 @@ def test_a_full_disk_costs_one_checkpoint_and_all_ranks_know(tmp_path, ranks, ra
     assert [path.name[-1] for path in store.sealed()] == ["0", "2", "3"]
     assert len(list(tmp_path.iterdir())) == 3  # no draft is left
     assert all(problems(path) == [] for path in store.sealed())
+
+
+def with_a_checkpoint_that_cannot_be_deleted():
+    """Save three checkpoints, of which one is kept; the second save cannot delete the first one."""
+    world, model, optimizer = build("adamw")
+    said: list[str] = []
+    found = []
+    with without_root() as root:
+        checkpoints = Checkpoints(root, world.accelerator, sync=True, say=said.append)
+        for number in range(3):
+            step(model, optimizer, number)
+            problem = checkpoints.save(number, model, optimizer, {}, keep=Keep(newest=1))
+            kept = [path.name[-1] for path in checkpoints.store.sealed()]
+            found.append((problem, kept, len([*root.glob(".*")]), [*said]))
+            said.clear()
+            for path in root.iterdir():
+                path.chmod(0o500 if number == 0 else 0o700)
+        checkpoints.close()
+    return found
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_and_costs_none():
+    first, second, third = run(with_a_checkpoint_that_cannot_be_deleted).ok()[0]
+    assert first == (None, ["0"], 0, [])
+    problem, kept, left, said = second
+    assert problem is None and kept == ["1"] and left == 1 and len(said) == 1
+    assert re.match(
+        r"the checkpoint is saved, but /\S*/\.step-0+\.removed cannot be deleted \(Permi", said[0]
+    )
+    assert third == (None, ["2"], 0, [])
 
 
 def test_a_writer_ends_with_its_trainer(tmp_path):

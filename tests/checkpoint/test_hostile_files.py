@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ import pytest
 
 import hostile
 import stores
+from failing_disks import without_root
 from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.untrusted import (
+    NotDeleted,
     check_form,
     delete,
     is_plain,
@@ -31,8 +35,10 @@ from oneloop.checkpoint.lease import _newest, _who
 from oneloop.checkpoint.manifest import header
 from oneloop.checkpoint.mirror import complete, local_run
 from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
-from oneloop.checkpoint.saved_state import read_state, state_problems
+from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.saved_state import newest_intact, read_state, state_problems
 from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
+from oneloop.cli import main
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.saved_forms import FORMS
@@ -289,14 +295,136 @@ def test_hostile_values_in_small_files(made, tmp_path, count):
 
 @pytest.mark.parametrize("count", some_or_all(14, 40))
 def test_hostile_values_in_curves(made, tmp_path, count):
-    """The files that report, watch and compare read: the page is written whatever they hold."""
+    """The files beside the log that report, watch and compare read: the page is written whatever
+    they hold. A damaged line of the log is rejected."""
     outside = _beside(tmp_path)
     right = made / "runs/one"
     names = ("environment.json", "summary.json", "examples.json")
     changes = {name: [hostile.of_json] for name in names if (right / name).exists()}
-    changes |= {"recipe.yaml": [hostile.of_yaml], "metrics.jsonl": [hostile.of_lines]}
+    changes |= {"recipe.yaml": [hostile.of_yaml]}
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=3)
     assert _attacks(copies, count, lambda: _read_curves(copies.work), outside) == 0
+    lines = {"metrics.jsonl": [hostile.of_lines]}
+    copies = hostile.Copies(right, outside / "runs/one", lines, seed=4)
+    assert 0 < _attacks(copies, count, lambda: _read_curves(copies.work), outside) < count
+
+
+# A line, and the words of the error; empty: it can be read.
+LINES = {
+    "deep": (b'{"step": 90, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "nested too deeply"),
+    "bytes": (b"\xff\xfe\x00 damaged\n", "Expecting value"),
+    "cut": (b'{"step": 90, "train/lo\n', "Invalid control character"),
+    "no step": (b'{"x": 1}\n', "it has no 'step'"),
+    "step as text": (b'{"step": "90"}\n', "is not as expected"),
+    "incomplete": (b'{"step": 90, "train/lo', ""),
+}
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_a_damaged_line_of_a_log_is_one_message(made, tmp_path, capsys, kind):
+    """Also a deep one, which is a RecursionError of Python's parser. A run is still writing an
+    incomplete last line."""
+    line, expected = LINES[kind]
+    shutil.copytree(made / "runs/one", tmp_path / "run")
+    shutil.copytree(made / "runs/one", tmp_path / "good")
+    with (tmp_path / "run/metrics.jsonl").open("ab") as file:
+        file.write(line)
+    _check_readers(tmp_path, capsys, expected)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+def test_a_log_that_is_no_file_is_one_message(made, tmp_path, capsys, kind):
+    """Reading a pipe would wait for ever, and reading some devices never end."""
+    for name in ("run", "good"):
+        shutil.copytree(made / "runs/one", tmp_path / name)
+    log = tmp_path / "run/metrics.jsonl"
+    log.unlink()
+    if kind == "pipe":
+        os.mkfifo(log)
+    elif kind == "device":
+        log.symlink_to("/dev/null")
+    else:
+        log.mkdir()
+    _check_readers(tmp_path, capsys, "metrics.jsonl is not a regular file")
+
+
+def _check_readers(folder: Path, capsys, expected: str) -> None:
+    """Read a run with every command that reads a log."""
+    run, good = str(folder / "run"), str(folder / "good")
+    commands = [
+        ["report", run, "--to", str(folder / "page.html")],
+        ["compare", good, run],
+        ["watch", run, "--once"],
+        ["watch", good, run],
+        ["verify", good, "--same", run],
+    ]
+    for words in commands:
+        code = main(words)
+        error = capsys.readouterr().err
+        if expected:
+            assert code == 2 and error.count("\n") == 1, (words, error)
+            assert expected in error and "run/metrics.jsonl" in error, (words, error)
+        else:
+            # The run has no hashes: it has no grain.
+            assert code == (2 if words[0] == "verify" else 0), (words, error)
+            assert "has a damaged line" not in error
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "environment.json", "summary.json"])
+def test_other_files_that_are_pipes_do_not_hang(made, tmp_path, capsys, name):
+    shutil.copytree(made / "runs/one", tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    os.mkfifo(tmp_path / "run" / name)
+    run = str(tmp_path / "run")
+    assert main(["report", run]) == main(["watch", run, "--once"]) == main(["verify", run]) == 0
+    if name == "recipe.yaml":
+        for words in (["evaluate", run], ["predict", run, "--to", "x.csv"]):
+            assert main(words) == 2 and "no recipe.yaml" in capsys.readouterr().err
+        assert main(["export", run, "--to", str(tmp_path / "out")]) == 2
+        assert "recipe.yaml" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    Folder(tmp_path / "run", say=lambda text: None).inspect({}, accept_changes=True)
+
+
+def test_a_deletion_that_fails_is_an_error():
+    with without_root() as folder:
+        store = Store(folder)
+        for step in (1, 2, 3):
+            store.seal(store.draft(step), step, {}, {})
+        (folder / "step-00000001").chmod(0o500)
+        # Here nothing can be deleted, but the folder can be renamed.
+        with pytest.raises(NotDeleted, match=r"1\.removed cannot be deleted \(Permission"):
+            store.prune(Keep(newest=1))
+        with pytest.raises(Unavailable, match="delete it, or make it writable"):
+            store.sweep()
+        for path in folder.glob(".*"):
+            path.chmod(0o700)
+        store.sweep()
+        assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+        # A damaged checkpoint that cannot be renamed is not reported as renamed.
+        folder.chmod(0o500)
+        with pytest.raises(Unavailable, match="the damaged .*step-00000003 cannot be renamed"):
+            store.set_aside(store.sealed()[0])
+
+
+def test_two_threads_may_delete_the_same_folder(tmp_path):
+    for number in range(300):
+        (tmp_path / "folder" / str(number)).mkdir(parents=True)
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(delete, tmp_path / "folder", inside=tmp_path) for _ in "ab"]:
+            done.result()
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_file_in_place_of_a_checkpoint_is_set_aside(made, tmp_path):
+    shutil.copytree(made / "runs/one", tmp_path / "run")
+    newest = _steps(tmp_path / "run")[-1]
+    shutil.rmtree(newest)
+    newest.write_text("not a folder")
+    said = []
+    chosen, error = newest_intact(Store(newest.parent), FORMS, said.append)
+    assert error is None and chosen == str(_steps(tmp_path / "run")[-1]) and len(said) == 1
+    assert (newest.parent / f"bad-{newest.name}").is_file()
 
 
 @pytest.mark.parametrize("count", some_or_all(33, 100))

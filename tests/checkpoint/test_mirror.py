@@ -466,8 +466,11 @@ def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkey
     Bucket(address).put("checkpoints/step-00000001/MANIFEST.json", b"{}", create=True)
     assert main(["verify", address]) == 2
     error = capsys.readouterr().err
-    assert f"a copy of {address} cannot be written to {tmp_path}/cache/mirrors" in error, error
-    assert "Not a directory; make room, or set ONELOOP_CACHE to another folder" in error, error
+    assert f"the copy of {address} in {tmp_path}/cache/mirrors" in error, error
+    assert (
+        "cannot be written (Not a directory); make room, or set ONELOOP_CACHE to another folder"
+        in error
+    ), error
 
 
 def test_files_in_folders_of_the_final_weights(tmp_path, capsys, monkeypatch):

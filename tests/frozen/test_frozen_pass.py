@@ -15,8 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from frozen_task import Frozen, Next, documents, listed, log_probabilities
+from failing_disks import full_disk, without_root
+from frozen_task import RECORD, Frozen, Next, documents, listed, log_probabilities
+from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
+from oneloop.frozen.listing import stores
+from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.frozen.store import RangeFiles, key_of
 from remote_data import counted_s3
 from slow_cases import with_slow
 from worlds import apply, back_to, here, run
@@ -188,6 +193,64 @@ def test_damage_is_found_and_computed_again(first, tmp_path, kind):
     number = int(one.stem)
     outputs = Frozen("").frozen_model().outputs["train"]
     assert sorted(at for _, at in listed(tmp_path / "log")) == [*outputs.documents(number)]
+
+
+def range_files(root: Path) -> RangeFiles:
+    """Return the files of a store of 40 short documents, in two ranges."""
+    lengths = np.full(40, 1000)
+    outputs = FrozenOutputs(RECORD, counts=lengths, lengths=lengths, content="x")
+    files = RangeFiles(root, {"role": "the reference"}, outputs)
+    files.begin()
+    return files
+
+
+def filled(files: RangeFiles) -> None:
+    """Write what is missing or damaged, as the pass does; check that all ranges are good then."""
+    for number in range(files.outputs.ranges):
+        if files.fault(number) is not None:
+            files.drop(number)
+            files.write(number, np.zeros(files.outputs.records_of(number), RECORD))
+    assert [files.fault(number) for number in range(files.outputs.ranges)] == [None, None]
+    assert files.present() and [listed.about["ranges"] for listed in stores(str(files.root))] == [2]
+
+
+def test_a_folder_in_place_of_a_file_is_repaired(tmp_path):
+    """So is a file in place of the store's folder."""
+    filled(range_files(tmp_path))
+    (folder,) = tmp_path.iterdir()
+    for name in ("00000000.bin", "00000001.bin", "about.json"):
+        (folder / name).unlink()
+        (folder / name / "inside").mkdir(parents=True)
+        files = range_files(tmp_path)
+        assert ("expected" in (files.fault(0) or files.fault(1) or "")) == name.endswith(".bin")
+        filled(files)
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    filled(range_files(tmp_path))
+
+
+def test_a_full_disk_names_the_store_its_key_and_the_remedy(tmp_path):
+    remedy = "make room, name another folder with task.store"
+    with pytest.raises(BadInput, match=remedy) as caught, full_disk(4096):
+        filled(range_files(tmp_path))
+    assert f"{tmp_path}/{key_of({'role': 'the reference'})} cannot be written (" in str(
+        caught.value
+    )
+    assert not [*tmp_path.rglob("*.bin")] and not [*tmp_path.rglob("*draft*")]
+    with pytest.raises(BadInput, match="task.store"), full_disk(0):
+        range_files(tmp_path / "other")
+
+
+def test_a_store_that_cannot_be_deleted_is_an_error(capsys):
+    with without_root() as root:
+        filled(range_files(root))
+        (folder,) = root.iterdir()
+        folder.chmod(0o500)
+        assert main(["frozen", str(root), "--delete", "all"]) == 1
+        error = capsys.readouterr().err
+        assert f"{folder} cannot be deleted (Permission denied" in error and error.count("\n") == 1
+        folder.chmod(0o700)
+        assert main(["frozen", str(root), "--delete", "all"]) == 0 and not folder.exists()
 
 
 def test_a_resume_continues_with_the_reference_of_its_start(first, tmp_path):

@@ -526,9 +526,34 @@ def ema_pytorchs(*, beta: float, after: int):
     return update
 
 
+def diffusers(*, decay: float, after: int, inv_gamma: float, power: float):
+    """The rule of diffusers' EMAModel with use_ema_warmup; the buffers are averaged, too."""
+
+    def update(model):
+        import copy
+
+        average = copy.deepcopy(model)
+
+        def one(step: int) -> None:
+            since = step - after - 1
+            kept = min(1 - (1 + since / inv_gamma) ** -power, decay) if since > 0 else 0.0
+            own = model.state_dict()
+            for name, tensor in average.state_dict().items():
+                if tensor.is_floating_point():
+                    tensor.sub_((1 - kept) * (tensor - own[name]))
+
+        return one, average
+
+    return update
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
+        (
+            {"decay": Decay(0.9, start=4, power=0.75, gamma=3.0)},
+            diffusers(decay=0.9, after=4, inv_gamma=3.0, power=0.75),
+        ),
         ({"decay": Decay(0.9, power=2 / 3)}, timms(decay=0.9, use_warmup=True)),
         (
             {"decay": Decay(0.9, start=7, power=0.75, gamma=2.0)},

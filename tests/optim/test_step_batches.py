@@ -108,6 +108,31 @@ def test_the_start_states_how_many_each_took_and_a_change_is_rejected(tmp_path):
     assert again.codes == [2] and "optimizer.groups" in again.output
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_every_other_pattern_overrides_the_defaults(first):
+    """``*`` gives defaults: all parameters but some are frozen. The order does not count."""
+    model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    defaults = {"*": {"freeze": True, "weight_decay": 0.5}}
+    others = {"head": {"freeze": False, "lr_factor": 2.0}, "*.bias": {"weight_decay": 0.0}}
+    found, taken = chosen(model, {**defaults, **others} if first else {**others, **defaults})
+    assert found == {
+        "body.weight": {"freeze": True, "weight_decay": 0.5},
+        "body.bias": {"freeze": True, "weight_decay": 0.0},
+        "head.weight": {"freeze": False, "lr_factor": 2.0, "weight_decay": 0.5},
+        "head.bias": {"freeze": False, "lr_factor": 2.0, "weight_decay": 0.0},
+    }
+    assert len(taken["*"]) == 4
+    freeze(model, [name for name, settings in found.items() if settings["freeze"]])
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "head.weight",
+        "head.bias",
+    ]
+
+    # Other patterns that match everything are no defaults.
+    with pytest.raises(ValueError, match=r"'\?\*' and 'head' both take head.weight, and disagree"):
+        chosen(model, {"?*": {"freeze": True}, "head": {"freeze": False}})
+
+
 BAD = {
     "a pattern that matches nothing": (
         {"heads": {"lr_factor": 1}},

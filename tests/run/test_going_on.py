@@ -572,14 +572,13 @@ def test_odd_files_end_in_no_traceback(tmp_path, whole, name, content, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole / "cut", folder)
     (folder / name).write_text(content)
-    for words in (
-        ["watch", str(folder), "--once"],
-        ["report", str(folder)],
-        ["verify", str(folder)],
-    ):
-        assert main(words) == 0
+    # A damaged log is rejected by what reads it; a resume repairs it.
+    code = 2 if name == "metrics.jsonl" else 0
+    assert main(["watch", str(folder), "--once"]) == main(["report", str(folder)]) == code
+    assert main(["verify", str(folder)]) == 0
     world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
     assert world.codes == [0] and "Traceback" not in world.output, world.output
+    assert main(["report", str(folder)]) == 0
 
 
 @pytest.mark.parametrize(

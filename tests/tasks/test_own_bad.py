@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from failing_disks import full_disk
+from oneloop.basics.exit_codes import BadInput
+from oneloop.tasks.language.tokens import ending_tokenizer
+from oneloop.tasks.rows.arrow_tables import tables
 from oneloop.tasks.rows.cached_arrays import ragged
+from oneloop.tasks.rows.find_files import found as found_files
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.rewrite import main as rewrite
 from oneloop.tasks.rows.rows import divided
@@ -511,6 +517,100 @@ def made_often(times: int) -> int:
     signal.signal(signal.SIGTERM, lambda *_: None)
     made = [ragged(Counted(), make, made_by=time, what="making").values for time in range(times)]
     return sum(int((values == np.arange(4700)).all()) for values in made)
+
+
+class Few(list):
+    """Numbers as rows."""
+
+    def __init__(self) -> None:
+        super().__init__({"number": number} for number in range(40))
+
+    def fingerprint(self) -> str:
+        return "few"
+
+    def where(self, index: int) -> str:
+        return f"row {index}"
+
+
+def made_of_few():
+    """Return the arrays of these rows, with their lengths, and the rows that they skip."""
+
+    def make(row):
+        if row["number"] == 7:
+            raise ValueError("seven")
+        return np.full(1 + row["number"] % 3, row["number"], np.int32)
+
+    made = ragged(Few(), make, made_by=1, what="making", skip=True)
+    return made.values.tolist(), made.ends.tolist(), [tuple(row) for row in made.skipped]
+
+
+DAMAGE = {
+    "missing": Path.unlink,
+    "half": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "empty": lambda file: os.truncate(file, 0),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_half_of_a_cached_set_is_made_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path))
+    right = made_of_few()
+    assert len(right[0]) == 77 and len(right[1]) == 39 and right[2] == [(7, "seven")]
+    (folder,) = [path for path in (tmp_path / "made").iterdir() if path.is_dir()]
+    for name in ("values.bin", "ends.npy", "skipped.json"):
+        DAMAGE[damage](folder / name)
+        assert made_of_few() == right
+        assert (folder / name).is_file()
+
+    # A file in place of the folder.
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+    assert made_of_few() == right and len([*(tmp_path / "made").glob("bad-*")]) == 1
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "a folder"])
+def test_half_of_a_converted_file_is_made_again(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("x,y\na,1\nb,2\n")
+
+    def contents():
+        table = tables(found_files(str(tmp_path / "rows.csv"), ["csv"]), ["x", "y"])[""]
+        return [table[index] for index in range(len(table))]
+
+    right = contents()
+    assert right == [{"x": "a", "y": "1"}, {"x": "b", "y": "2"}]
+    there = [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
+    files = [path for path in there if path.is_file()]
+    assert {file.suffix for file in files} == {".arrow", ".json", ".xxh3"} and len(files) == 4
+    for file in files:
+        DAMAGE[damage](file)
+        assert contents() == right, file
+        assert file.is_file()
+
+
+def test_a_full_disk_names_the_cache_and_its_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.csv").write_text("x,y\na,1\nb,2\n")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text " * 100)
+    csv = found_files(str(tmp_path / "rows.csv"), ["csv"])
+    texts = found_files(str(tmp_path / "texts"), ["text"])
+    fillers = {
+        "made/": (made_of_few, 100),
+        "checksums/": (lambda: tables(csv, ["x"]), 0),
+        "tables/": (lambda: tables(csv, ["x"]), 300),
+        "bpe/": (lambda: ending_tokenizer(["text"], 300, cache_key="text"), 300),
+    }
+    for name, (fill, size) in fillers.items():
+        with pytest.raises(BadInput) as caught, full_disk(size):
+            fill()
+        assert f"{tmp_path}/cache/{name}" in str(caught.value)
+        assert "File too large" in str(caught.value)
+        assert "; make room, or set ONELOOP_CACHE to another folder" in str(caught.value)
+    with pytest.raises(BadInput, match="ONELOOP_CACHE"), full_disk(300):
+        tables(texts, ["text"])  # read by the library datasets
+    assert not [*(tmp_path / "cache").rglob("*draft*")]
 
 
 @pytest.mark.parametrize("times", [10, pytest.param(25, marks=pytest.mark.slow)])

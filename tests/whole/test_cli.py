@@ -11,6 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import oneloop
+from failing_disks import full_disk
+from hostile import listing
+from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.store import Store
 from oneloop.cli import COMMANDS, main
 from oneloop.recipe.parse import read
@@ -117,6 +121,53 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
         main(["export", str(gpt), "--to", str(to)]) == 2
         and "final is damaged" in capsys.readouterr().err
     )
+
+
+def test_no_command_writes_into_a_run(gpt, capsys):
+    """Neither into the same run, nor into another one, nor through a link; nor into a checkpoint
+    that was copied to another folder."""
+    other = gpt.parent / "other"
+    shutil.copytree(gpt, other)
+    (gpt.parent / "link").symlink_to(other)
+    newest = Store(gpt / "checkpoints").sealed()[-1]
+    shutil.copytree(newest, gpt.parent / "backup")
+    before = listing(gpt.parent)
+    export = ["export", str(gpt), "--checkpoint", "4", "--to"]
+    commands = [
+        *(
+            [*export, str(to)]
+            for to in (newest, gpt / "final", gpt / "new", gpt, other / "a" / "b")
+        ),
+        *([*export, str(gpt.parent / to)] for to in ("link/new", "backup", "new/../run/final")),
+        ["predict", str(gpt), "--to", f"{other}/checkpoints/{newest.name}/rows.jsonl"],
+        ["report", str(gpt), "--to", f"{gpt}/recipe.yaml"],
+        ["worth", "gpt", "--to", str(gpt)],
+        ["new", f"{gpt}/my_task.py"],
+        ["new", "--configs", f"{gpt}/final"],
+    ]
+    for words in commands:
+        assert main(words) == 2, words
+        error = capsys.readouterr().err
+        assert "is in the folder of a run or a checkpoint" in error, (words, error)
+        assert "choose a path outside of it" in error and error.count("\n") == 1
+    with pytest.raises(BadInput, match="is in the folder of a run"):
+        oneloop.export(gpt, to=gpt / "final")
+    with pytest.raises(BadInput, match="is in the folder of a run"):
+        oneloop.report(gpt, to=other / "page.html")
+    assert listing(gpt.parent) == before
+
+    # Its own page is an exception.
+    assert main(["report", str(gpt)]) == 0
+
+
+def test_an_export_to_a_full_disk_names_the_folder(gpt, capsys):
+    to = gpt.parent / "out"
+    with full_disk(100):
+        assert main(["export", str(gpt), "--to", str(to)]) == 2
+    error = capsys.readouterr().err
+    assert f"--to {to} cannot be written (" in error and error.count("\n") == 1
+    assert "make room, or name another folder" in error
+    assert not [*to.glob("*.safetensors")] and not (to / "MANIFEST.json").exists()
 
 
 @pytest.mark.slow

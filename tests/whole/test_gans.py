@@ -207,6 +207,100 @@ def test_other_layouts_have_the_same_losses(folder, name, config, ranks, micro):
     assert list(losses.values()) == pytest.approx(expected, rel=1e-6)
 
 
+UNITS = """
+import by_turns
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return F.leaky_relu(self.linear(x), 0.2)
+
+
+class Digits(by_turns.Digits):
+    def model(self):
+        networks = by_turns.Networks()
+        networks.discriminator = nn.Sequential(
+            nn.Flatten(), Block(), Block(), nn.Linear(64, 1), nn.Flatten(0)
+        )
+        return networks
+"""
+
+
+def constants_in_a_unit() -> list[str]:
+    """Return the errors of forwards that replace a parameter before a unit, or within it."""
+    from torch.distributed import HashStore, init_process_group
+    from torch.distributed.fsdp import fully_shard
+    from torch.func import functional_call
+
+    from oneloop.basics.exit_codes import Inexact
+    from oneloop.machine.fsdp2_units import Units, content
+
+    class Own(torch.nn.Linear):
+        replaces = False
+
+        def forward(self, x):
+            if self.replaces:
+                self.weight = torch.nn.Parameter(self.weight.detach() + 1)
+            return super().forward(x)
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    model = torch.nn.Sequential(Own(4, 4), Own(4, 1))
+    for module in (*model, model):
+        fully_shard(module)
+    Units(model, state=content)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    found = []
+    constants = {name: p.detach() for name, p in model[0].named_parameters()}
+    Own.replaces = False
+    for replaces, own in ((False, constants), (True, {})):
+        Own.replaces = replaces
+        try:
+            functional_call(model[0], own, (x,)).sum().backward()
+        except Inexact as error:
+            found.append(str(error))
+    return found
+
+
+def test_constants_in_a_unit_are_named_as_such():
+    """``functional_call`` in a step by turns: FSDP2 would train the discriminator, too."""
+    found = run(constants_in_a_unit).ok()[0]
+    assert len(found) == 2
+    for error in found:
+        assert "replaces the parameter 0.weight by another tensor" in error
+        assert "set machine.blocks to classes outside of this unit" in error
+
+
+@pytest.mark.slow
+def test_units_in_a_discriminator_of_constants_are_rejected_with_the_cause(folder):
+    """FSDP2 puts its own parameters in place of the constants of ``functional_call``."""
+    (folder / "units.py").write_text(UNITS)
+    words = ["units.py:Digits", *TURNS[1:], "--duration", "2", "--machine.blocks", '["Block"]']
+    world = run(train, words, ranks=2, config="fsdp2", folder=folder)
+    assert world.codes == [1, 1], world.output
+    assert "replaces the parameter discriminator.1.linear.weight by another tensor" in world.output
+    assert "set machine.blocks to classes outside of this unit, or use ddp.yaml" in world.output
+
+
+@pytest.mark.slow
+def test_units_in_the_generator_train_the_same_weights(folder):
+    """What the message and the page say."""
+    (folder / "units.py").write_text(UNITS)
+    found = []
+    for config, ranks in (("single", 1), ("fsdp2", 2)):
+        words = ["units.py:Digits", *TURNS[1:], "--machine.blocks", '["ConvTranspose2d"]']
+        run(train, words, ranks=ranks, config=config, folder=folder).ok()
+        found.append(list(result(folder)[1].values()))
+        (folder / "run").rename(folder / config)
+    assert len(found[0]) == STEPS and found[1] == pytest.approx(found[0], rel=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLAIN)
 def test_with_a_grain_all_layouts_are_bit_identical(folder, name):

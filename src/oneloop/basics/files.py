@@ -1,15 +1,23 @@
 """Atomic file writes, strictly valid JSON, YAML, and text for a terminal."""
 
+import errno
 import json
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
+
+from oneloop.basics.exit_codes import BadInput
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk, a quota, or a limit of this process
+_MARKS = (("recipe.yaml", "environment.json"), ("MANIFEST.json", "state.json"))
+"""files that a run folder holds, and those that a checkpoint holds"""
 
 
 def cache_folder() -> Path:
@@ -30,6 +38,8 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     ...     draft.write_text("{}")
     """
     draft = file.with_name(f".{file.name}.{os.getpid()}.draft" if shared else f".{file.name}.draft")
+    if file.is_dir() and not file.is_symlink():
+        set_aside(file)  # else it could not be replaced
     try:
         if draft.is_symlink():
             draft.unlink()  # else the write would follow the link
@@ -42,6 +52,43 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         raise
     draft.replace(file)
+
+
+def set_aside(path: Path) -> None:
+    """Rename what is in the place of a file to ``bad-…``, for the user."""
+    path.rename(path.with_name(f"bad-{path.name}-{time.time_ns()}"))
+
+
+@contextmanager
+def writing(what: object, remedy: str, *, only_full: bool = False) -> Iterator[None]:
+    """Turn an error of the file system into BadInput; leave errors of buckets and others.
+
+    Args:
+        what: the path that is written, for the message, with its option or key if it has one.
+        remedy: what the user can do.
+        only_full: only if the disk is full: the code inside also reads other files.
+    """
+    try:
+        yield
+    except OSError as error:
+        # Other classes than Python's have a message of their own.
+        if type(error).__module__ != "builtins" or (only_full and error.errno not in FULL):
+            raise
+        why = error.strerror or error
+        raise BadInput(f"{what} cannot be written ({why}); {remedy}") from error
+
+
+def reject_run_folder(path: Path) -> None:
+    """Raise BadInput for a path to write to that is a run folder or a checkpoint, or inside one."""
+    real = path.resolve()
+    for folder in (real, *real.parents):
+        for names in _MARKS:
+            # os.path, because a folder above may not be readable
+            if all(os.path.exists(folder / name) for name in names):
+                raise BadInput(
+                    f"{path} is in the folder of a run or a checkpoint ({folder}), which holds "
+                    "only its own files; choose a path outside of it"
+                )
 
 
 _plain = json.JSONEncoder(allow_nan=False).encode  # cached: json.dumps builds one per call

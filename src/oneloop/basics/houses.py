@@ -31,7 +31,7 @@ TOOLS = {
     "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
     "watch": ("tools.watch.command", "tools.run_reader", "tools.terminal_charts"),
     "worth": ("tools.worth.command", "tools.report", "tools.run_reader"),
-    "prove": ("tools.prove.command", "tools.compare", "tools.worth"),
+    "prove": ("tools.prove.command", "tools.compare", "tools.run_reader", "tools.worth"),
     "evaluate": ("tools.after_training.command",),
     "predict": ("tools.after_training.command",),
     "export": (
@@ -47,7 +47,7 @@ TOOLS = {
     "a packaged task": ("tasks",),
     "a new task": ("tasks.template",),
     "several nodes or restarts": ("tools.elastic.elastic",),
-    "verify --same": ("tools.compare.first_difference",),
+    "verify --same": ("tools.compare.first_difference", "tools.run_reader"),
     "evaluate or predict": ("tools.after_training.evaluate_and_predict",),
 }
 """a module, and what it needs of the tools and tasks, all below ``oneloop``"""

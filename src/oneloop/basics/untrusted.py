@@ -8,11 +8,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import IO, Any
 
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
 
 MOST_BYTES = 1 << 25  # of a file that is parsed as a whole
@@ -78,6 +79,18 @@ def is_plain(name: object, parts: int = 1) -> bool:
     return True
 
 
+def opened(file: Path) -> IO[bytes]:
+    """Open a file for reading.
+
+    Raises:
+        BadInput: it is a pipe, a device or a folder: reading it may never end.
+        OSError: it cannot be opened.
+    """
+    if file.exists() and not file.is_file():
+        raise BadInput(f"{file} is not a regular file; remove it, or restore the file")
+    return file.open("rb")
+
+
 def read_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
     """Return the content of a small regular file.
 
@@ -85,9 +98,7 @@ def read_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
         ValueError: it is longer than ``most`` bytes, or not a regular file.
         OSError: it cannot be read.
     """
-    if file.exists() and not file.is_file():
-        raise ValueError(f"{file.name} is not a regular file")
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(f"{file.name} is longer than {most:,} bytes")
@@ -266,10 +277,12 @@ def check_kind(value: Any, known: Any, where: str) -> None:
             return
 
 
+class NotDeleted(Unavailable):
+    """A file or a folder cannot be deleted."""
+
+
 def delete(path: Path, *, inside: Path) -> None:
     """Delete a file, a link or a folder, if it exists.
-
-    A folder that cannot be deleted completely is left behind without an error.
 
     Args:
         path: to delete.
@@ -277,10 +290,18 @@ def delete(path: Path, *, inside: Path) -> None:
 
     Raises:
         ValueError: the path is not directly in this folder; nothing is deleted.
+        NotDeleted: it cannot be deleted, or not completely.
     """
     if path.name in ("", "..") or path.parent.resolve() != inside.resolve():
         raise ValueError(f"nothing was deleted: {path} is not directly in {inside}")
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
+    try:
+        # Try again what another process deletes at the same time.
+        while path.is_dir() and not path.is_symlink():
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
         path.unlink(missing_ok=True)
+    except OSError as error:
+        raise NotDeleted(
+            f"{path} cannot be deleted ({error.strerror}: {error.filename}); delete it, or make it "
+            "writable"
+        ) from error

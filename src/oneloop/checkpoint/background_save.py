@@ -4,6 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from oneloop.basics.heartbeats import BEATS, SAVING
 from oneloop.basics.progress import Working
+from oneloop.basics.untrusted import NotDeleted
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
@@ -28,6 +30,7 @@ _RESTART = 5.0
 _TICK = 1.0  # seconds between two heartbeats while training waits for a save
 _STILL = "still"  # in place of an error: the save is still in progress
 _TAKEN = "Taken: "  # beginning of an error: another process owns the mirror
+_LEFT = "NotDeleted: "  # beginning of an error: earlier checkpoints could not be deleted
 
 
 class SaveError(OSError):
@@ -305,15 +308,22 @@ class SaveInProgress:
                 self._process.wrote = time.monotonic()  # it has waited for the others
                 self._wait(or_go_on=or_go_on)
         if self._rank == 0 and (self._error or failed):
-            # No writer is active, and none starts before all ranks know the result.
-            self._store.sweep(".draft")
+            # No writer is active, and none starts before all ranks know the result. What cannot be
+            # deleted now is harmless: the next start deletes it, or reports it.
+            with suppress(NotDeleted):
+                self._store.sweep(".draft")
         return self._gather(self._state())
 
     def _state(self) -> str | None:
         return self._error or (_STILL if self._pending else None)
 
-    def _failed(self, problem: str, rank: int) -> str:
+    def _failed(self, problem: str, rank: int) -> str | None:
         """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
+        # The checkpoint is complete, but earlier ones remain, which the next save tries to delete.
+        if problem.startswith(_LEFT):
+            if self._rank == 0:
+                self._say(f"the checkpoint is saved, but {problem.removeprefix(_LEFT)}")
+            return None
         if problem != TORN:  # training continues with copies that it waits for
             self._failures += 1
         if problem.startswith(_TAKEN):

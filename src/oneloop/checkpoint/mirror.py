@@ -34,7 +34,7 @@ from oneloop.basics.bucket import (
     is_address,
 )
 from oneloop.basics.exit_codes import BadInput, Unavailable
-from oneloop.basics.files import cache_folder
+from oneloop.basics.files import cache_folder, writing
 from oneloop.basics.untrusted import delete, read_bytes
 from oneloop.checkpoint.manifest import (
     MANIFEST,
@@ -318,14 +318,11 @@ def local_run(run: str | Path) -> Path:
 def readable(address: str, folder: Path) -> Iterator[None]:
     """Raise errors while a mirror is copied to a folder as Unavailable, or as BadInput."""
     try:
-        yield
+        remedy = "make room, or set ONELOOP_CACHE to another folder"
+        with writing(f"the copy of {address} in {folder}", remedy):
+            yield
     except StoreError as error:
         raise unreadable(address, error) from error
-    except OSError as error:
-        raise BadInput(
-            f"a copy of {address} cannot be written to {folder}: {error.strerror or error}; make "
-            "room, or set ONELOOP_CACHE to another folder"
-        ) from error
 
 
 def unreadable(address: str, error: StoreError) -> BadInput | Unavailable:

@@ -6,13 +6,13 @@ Needs no torch.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.untrusted import delete
 from oneloop.checkpoint.manifest import (
     FORMAT,
@@ -145,11 +145,17 @@ class Store:
                 delete(path, inside=self.root)
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint to ``bad-…`` for the user; return the new path."""
+        """Rename a damaged checkpoint to ``bad-…`` for the user; return the new path.
+
+        Raise Unavailable if that is impossible."""
         renamed = self.root / f"bad-{path.name}"
-        with suppress(OSError):
-            delete(renamed, inside=self.root)
+        delete(renamed, inside=self.root)
+        try:
             path.rename(renamed)
+        except OSError as error:
+            raise Unavailable(
+                f"the damaged {path} cannot be renamed ({error.strerror}); make its folder writable"
+            ) from error
         return renamed
 
     def newest_good(self) -> Iterator[tuple[Path, list[str]]]:

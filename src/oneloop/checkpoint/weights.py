@@ -84,7 +84,10 @@ def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
     if weights:
         file.parent.mkdir(exist_ok=True, parents=True)
         with replacing(file) as draft:
-            save_file(weights, draft, metadata={"format": "pt"})
+            try:
+                save_file(weights, draft, metadata={"format": "pt"})
+            except SafetensorError as error:  # of the file system
+                raise OSError(f"{file}: {error}") from error
 
 
 def bare(model: nn.Module) -> nn.Module:

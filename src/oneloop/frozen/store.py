@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from oneloop.basics.bucket import Bucket, StoreError, StoreNotFoundError, ends_program
-from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import dumps, replacing, vouched
+from oneloop.basics.files import dumps, replacing, set_aside, vouched, writing
+from oneloop.basics.untrusted import delete
 from oneloop.frozen.listing import ABOUT
 from oneloop.frozen.outputs import FrozenOutputs, range_name
 
 FORMAT = 1  # increase it if files, batches or keys change
+_REMEDY = "make room, name another folder with task.store, or set ONELOOP_CACHE"
 _DIGEST = 16  # bytes of the checksum at the end of a file
 
 
@@ -76,16 +77,13 @@ class RangeFiles:
 
         Raise BadInput if that is impossible.
         """
-        try:
+        with writing(self.folder, _REMEDY):
+            if self.folder.is_file():
+                set_aside(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / ABOUT).exists():
+            if not (self.folder / ABOUT).is_file():
                 with replacing(self.folder / ABOUT, shared=True) as draft:
                     draft.write_text(self._about())
-        except OSError as error:
-            raise BadInput(
-                f"{self.folder} cannot be written ({error.strerror}); name another folder with "
-                "task.store"
-            ) from error
 
     def announce(self) -> None:
         """Describe the store in the bucket, if there is one, before its files are written."""
@@ -119,7 +117,7 @@ class RangeFiles:
 
     def drop(self, number: int) -> None:
         """Delete the file of a range, so that no process of this host reads it."""
-        (self.folder / range_name(number)).unlink(missing_ok=True)
+        delete(self.folder / range_name(number), inside=self.folder)
 
     def fetch(self, number: int) -> bool:
         """Copy the file of a range from the bucket; return whether it is there, and is good."""
@@ -127,7 +125,11 @@ class RangeFiles:
             return False
         name = range_name(number)
         try:
-            with _errors(), replacing(self.folder / name, shared=True) as draft:
+            with (
+                writing(self.folder, _REMEDY),
+                _errors(),
+                replacing(self.folder / name, shared=True) as draft,
+            ):
                 self.bucket.fetch(f"{self.key}/{name}", draft)
         except StoreNotFoundError:
             return False
@@ -141,7 +143,10 @@ class RangeFiles:
         content = np.ascontiguousarray(records).tobytes()
         content += self._digest(number, content)
         name = range_name(number)
-        with replacing(self.folder / name, shared=True) as draft:
+        with (
+            writing(self.folder, _REMEDY),
+            replacing(self.folder / name, shared=True) as draft,
+        ):
             draft.write_bytes(content)
         if self.bucket:
             with _errors():

@@ -101,7 +101,7 @@ class Units:
             # FSDP2 makes the whole parameter in the first forward.
             whole = getattr(one, "_unsharded_param", one.sharded_param)
             if not (_is_registered(one, one.sharded_param) or _is_registered(one, whole)):
-                raise Inexact(changed(f"parameter {name}"))
+                raise Inexact(replaced(name))
 
     def _enter(
         self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object
@@ -124,7 +124,9 @@ class Units:
             return
         for (name, one), before in zip(held, states.pop(), strict=True):
             whole = one._unsharded_param
-            if self._state(whole) != before or not _is_registered(one, whole):
+            if not _is_registered(one, whole):
+                raise Inexact(replaced(name))
+            if self._state(whole) != before:
                 raise Inexact(changed(f"parameter {name}"))
             if whole.requires_grad is not one.sharded_param.requires_grad:
                 raise Inexact(froze(name))
@@ -230,6 +232,15 @@ def changed(name: str) -> str:
         f"a forward in training changes the {name} in place, so the weights would depend on the "
         "parallel layout; change it outside of the forward, or train on one process without "
         "batch.grain"
+    )
+
+
+def replaced(name: str) -> str:
+    """Return the message for a forward that replaces this parameter of a unit."""
+    return (
+        f"a forward in training replaces the parameter {name} by another tensor, as "
+        "torch.func.functional_call does, but its module belongs to a unit of FSDP2, which uses "
+        "its own parameters; set machine.blocks to classes outside of this unit, or use ddp.yaml"
     )
 
 

@@ -2,7 +2,8 @@
 
 A pattern is a parameter's dotted name or the start of one (``backbone``,
 ``backbone.layer1.conv.weight``). ``*`` matches any text, ``?`` one character and ``[0-5]`` one of
-several characters (``*.bias``, ``encoder.[0-5]``).
+several characters (``*.bias``, ``encoder.[0-5]``). The pattern ``*`` gives defaults, which any
+other pattern overrides.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from oneloop.basics.parameter_names import matches
 
 LR_FACTOR = "lr_factor"  # key of a parameter group: its factor of the learning rate
+_EVERY = "*"  # the pattern of defaults
 Groups = list[dict[str, Any]]
 Settings = Mapping[str, Mapping[str, Any]]
 """settings by parameter or by pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
@@ -34,19 +36,19 @@ def chosen(
         name.
 
     Raises:
-        ValueError: a pattern matches no parameter, or two patterns that match one parameter
-            disagree.
+        ValueError: a pattern matches no parameter, or two patterns other than ``*`` that match one
+            parameter disagree.
     """
     # Pair each name, also of tied parameters, with the parameter's first name.
     first: dict[int, str] = {}  # by id of a parameter
     every = model.named_parameters(remove_duplicate=False)
     names = [(name, first.setdefault(id(parameter), name)) for name, parameter in every]
 
-    # Merge the settings of all patterns.
+    # Merge the settings of all patterns, last of all the defaults.
     found: dict[str, dict[str, Any]] = {}
     chosen_by: dict[tuple[str, str], str] = {}  # pattern by parameter and setting
     taken: dict[str, list[str]] = {}
-    for pattern, settings in rules.items():
+    for pattern in sorted(rules, key=_EVERY.__eq__):
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
         if not taken[pattern]:
             known = _some(first.values())
@@ -56,8 +58,8 @@ def chosen(
             )
         for name in taken[pattern]:
             own = found.setdefault(name, {})
-            for key, value in settings.items():
-                if own.setdefault(key, value) != value:
+            for key, value in rules[pattern].items():
+                if own.setdefault(key, value) != value and pattern != _EVERY:
                     raise ValueError(
                         f"optimizer.groups: {chosen_by[name, key]!r} and {pattern!r} both take "
                         f"{name}, and disagree on {key} ({own[key]} and {value}); narrow one of "

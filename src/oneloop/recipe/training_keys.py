@@ -122,7 +122,8 @@ class OptimizerConfig:
     groups: dict[str, ParametersConfig] = field(default_factory=dict)
     """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias':
     {weight_decay: 0}, 'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or
-    the start of one; * matches any text, ? one character and [0-5] one of several"""
+    the start of one; * matches any text, ? one character and [0-5] one of several. The pattern *
+    gives defaults, which any other pattern overrides"""
     frozen_modules: Literal["eval", "keep"] = "eval"
     """mode of modules whose parameters are all frozen: eval (no dropout, fixed statistics), or keep
     that of model()"""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.basics.untrusted import read_json
+from oneloop.basics.files import replacing
+from oneloop.basics.untrusted import delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST, read_manifest
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of
 from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
@@ -62,7 +63,7 @@ def write_final(
     # Gather the weights on rank 0. A manifest from before would vouch for files that change now.
     weights = gathered_weights(model, origin)
     if weights:
-        (folder / MANIFEST).unlink(missing_ok=True)
+        delete(folder / MANIFEST, inside=folder)
     write_weights(folder / f"{file_of(origin)}.safetensors", weights)
     for ema in emas:
         with ema.swapped():
@@ -72,7 +73,8 @@ def write_final(
 
     # On rank 0, write the task's files, and the manifest last.
     if hasattr(task, "state_dict"):
-        (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
+        with replacing(folder / f"{TASK}.json") as draft:
+            draft.write_text(json.dumps(task.state_dict()))
     if hasattr(task, "save"):
         if origin is None:
             task.save(_whole(model, task, weights), folder)

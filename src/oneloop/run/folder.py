@@ -14,12 +14,13 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from oneloop.basics.exit_codes import STOPPED, BadInput
-from oneloop.basics.files import dumps, intact, replacing
+from oneloop.basics.files import dumps, intact, replacing, writing
 from oneloop.basics.untrusted import (
     OWNER,
     STEP,
     as_expected,
     check_form,
+    delete,
     is_amount,
     read_json,
     read_yaml,
@@ -266,7 +267,7 @@ class Folder:
         with self._writing():
             self.write("recipe.yaml", recipe)
             self.write_json("environment.json", environment)
-            self._remove("summary.json")
+            delete(self.path / "summary.json", inside=self.path)
         self.begun = True
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
@@ -301,17 +302,15 @@ class Folder:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            yield
+            with writing(f"run.dir {self.path}", "make room, or choose another"):
+                yield
         except Timeout:
             raise BadInput(
                 f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir"
             ) from None
-        except OSError as error:
+        except BadInput:
             self.abandon()
-            why = error.strerror or error
-            raise BadInput(
-                f"run.dir {self.path} cannot be written: {why}; make room, or choose another"
-            ) from None
+            raise
 
     def abandon(self) -> None:
         """Remove what :meth:`hold` created, if the run did not begin."""
@@ -336,12 +335,6 @@ class Folder:
                 "or keep fewer (--save.keep 1, --save.best false)"
             )
 
-    def _remove(self, name: str) -> None:
-        path = self.path / name
-        if path.is_dir() and not path.is_symlink():
-            path.rename(path.with_name(f"bad-{name}-{time.time_ns()}"))
-        path.unlink(missing_ok=True)
-
     def release(self) -> None:
         """Release the lock, if this run holds it."""
         if self._lock.is_locked:
@@ -357,7 +350,8 @@ class Folder:
     def close(self) -> None:
         """Release the lock."""
         if not self.moved():
-            with suppress(OSError):  # the disk may be read-only by now
+            # The disk may be read-only by now. The file is harmless: the lock says who owns it.
+            with suppress(OSError):
                 (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
 
@@ -378,8 +372,6 @@ class Folder:
 
     def write(self, name: str, text: str) -> None:
         """Write one file atomically."""
-        if (self.path / name).is_dir():
-            self._remove(name)
         with replacing(self.path / name) as draft:
             draft.write_text(text, encoding="utf-8")
 

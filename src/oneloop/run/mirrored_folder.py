@@ -106,7 +106,7 @@ class MirroredFolder(Folder):
             # Each start writes a new word into the folder once it is the owner. The token of the
             # earlier start has the word from before.
             earlier = self._token(self.path / WORD)
-            with self._announced(), replacing(self.path / WORD) as draft:
+            with self._announced(), self._writing(), replacing(self.path / WORD) as draft:
                 bucket = Bucket(self._address)
                 draft.write_text(token_hex(16))
                 about = {**self.owner, "token": self._token(draft)}
@@ -115,21 +115,12 @@ class MirroredFolder(Folder):
 
             newest_here = [step_of(path) for path in self._store.sealed()[-1:]]
             self._newer_there = newest_there > newest_here
-        except Taken as error:
+        except (Taken, BadInput) as error:
             self.abandon()
             raise BadInput(str(error)) from error
-        except BadInput:
-            self.abandon()
-            raise
         except StoreError as error:
             self.abandon()
             raise unreadable(self._address, error) from error
-        except OSError as error:
-            self.abandon()
-            raise BadInput(
-                f"run.dir {self.path} cannot be written: {error.strerror or error}; make room, or "
-                "choose another"
-            ) from error
 
     def _token(self, word: Path) -> str:
         """Return what identifies a start in this folder, on this machine since it was started.
@@ -180,7 +171,7 @@ class MirroredFolder(Folder):
 
     def abandon(self) -> None:
         """:meth:`Folder.abandon`, also of what was fetched."""
-        with suppress(OSError):
+        with suppress(OSError):  # the error of the start is reported; the next start sweeps, too
             self._store.sweep(".fetched")
             self._store.root.rmdir()  # only if it is empty
         if self._made and not self.begun:
@@ -195,8 +186,8 @@ class MirroredFolder(Folder):
         with suppress(OSError):
             if self.lease is not None and not self._failed:
                 self.lease.renew(released=True)
-        self._store.sweep(".fetched")
         super().close()
+        self._store.sweep(".fetched")
 
 
 def _is_ours(name: str) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from oneloop.basics import exit_codes
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.houses import missing, tool
+from oneloop.basics.untrusted import delete
 from oneloop.launch.processes import Run
 from oneloop.measure import goodput
 from oneloop.run.folder import Folder
@@ -75,9 +76,9 @@ def end_of(
 def _write(folder: Folder, summary: dict[str, Any]) -> None:
     try:
         folder.write_json("summary.json", vouched(summary))
-        (folder.path / "STOP").unlink(missing_ok=True)
+        delete(folder.path / "STOP", inside=folder.path)
     except OSError as error:  # a full disk: the exit code still reports the result
-        print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
+        print(f"the end of the run cannot be written: {error}", file=sys.stderr)
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -8,16 +8,18 @@ Lines are written atomically, truncated at a resume, and repaired after damage.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from xxhash import xxh3_64
 
-from oneloop.basics.files import dumps
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import dumps, printable, set_aside
+from oneloop.basics.untrusted import STEP, parsed_json
 
 _CHUNK = 1 << 22  # bytes per read
+_LINE = {"step": STEP, "event?": str, "weights?": str}
 
 
 class Lines:
@@ -100,7 +102,7 @@ class Lines:
         """Rename the path if it is a link or not a regular file; return whether it was."""
         if not self.path.is_symlink() and (not self.path.exists() or self.path.is_file()):
             return False
-        self.path.rename(self.path.with_name(f"bad-{self.path.name}-{time.time_ns()}"))
+        set_aside(self.path)
         return True
 
     def _holds(self, state: Mapping[str, Any]) -> bool:
@@ -121,11 +123,7 @@ class Lines:
         file = self._opened()
         file.seek(0)
         for line in file.read().splitlines():
-            try:
-                content = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(content, dict) and isinstance(content.get("step"), int):
+            if any(parsed([line])):
                 yield line + b"\n"
 
     def _cut(self, good: int) -> None:
@@ -156,18 +154,22 @@ class Lines:
         self._broken = False
 
 
-def parsed(lines: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of metrics.jsonl; skip incomplete and damaged ones."""
+def parsed(lines: Iterable[bytes], *, of: Path | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the parsed lines of metrics.jsonl.
+
+    Args:
+        lines: with their line ends. The last one may lack it: it is incomplete, and skipped.
+        of: the file, for messages; None: skip damaged lines, too.
+
+    Raises:
+        BadInput: a line is damaged.
+    """
     for line in lines:
         try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(content, dict) or type(content.get("step")) is not int:
-            continue
-        if not 0 <= content["step"] < 1 << 53:
-            continue
-        if not isinstance(content.get("event", ""), str):
-            continue
-        if isinstance(content.get("weights", ""), str):
-            yield content
+            yield parsed_json(line, _LINE)
+        except ValueError as error:
+            if of is not None and line.endswith(b"\n"):
+                raise BadInput(
+                    f"{of} has a damaged line ({printable(error)}: {line!r:.60}); remove the line "
+                    "(a resume of the run does so, too)"
+                ) from error

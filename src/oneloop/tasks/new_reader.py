@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.seeds import mixed
 from oneloop.tasks.columns import number_of_text
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import cached_text, key_of
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader
 from oneloop.tasks.unread_masks import leave_masks_unread
 
@@ -53,26 +52,27 @@ class NewReader(TokenReader):
         content = 0
         for text in texts():
             content = mixed(content, number_of_text(text))
-        with alone(f"words/{key_of(content, self._vocab)}.json") as path:
-            if not path.exists():
-                model = Tokenizer(models.BPE())
-                model.normalizer = normalizers.BertNormalizer()
-                model.decoder = decoders.ByteLevel()
 
-                # A space before each word: it has the same tokens everywhere.
-                byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-                words = [pre_tokenizers.BertPreTokenizer(), byte_level]
-                model.pre_tokenizer = pre_tokenizers.Sequence(words)
-                trainer = trainers.BpeTrainer(
-                    vocab_size=self._vocab,
-                    special_tokens=_SPECIAL,
-                    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-                    show_progress=False,
-                )
-                with Working("learning the tokens"), replacing(path) as draft:
-                    model.train_from_iterator(texts(), trainer)
-                    model.save(str(draft))
-            self._wrap(path.read_text(encoding="utf-8"))
+        def learned() -> str:
+            model = Tokenizer(models.BPE())
+            model.normalizer = normalizers.BertNormalizer()
+            model.decoder = decoders.ByteLevel()
+
+            # A space before each word: it has the same tokens everywhere.
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+            words = [pre_tokenizers.BertPreTokenizer(), byte_level]
+            model.pre_tokenizer = pre_tokenizers.Sequence(words)
+            trainer = trainers.BpeTrainer(
+                vocab_size=self._vocab,
+                special_tokens=_SPECIAL,
+                initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                show_progress=False,
+            )
+            with Working("learning the tokens"):
+                model.train_from_iterator(texts(), trainer)
+            return str(model.to_str())
+
+        self._wrap(cached_text(f"words/{key_of(content, self._vocab)}.json", learned))
 
     def written(self) -> str:
         """Return the tokenizer as JSON."""

@@ -8,17 +8,20 @@ The memory is bounded.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, printable
-from oneloop.basics.untrusted import read_json, read_yaml
+from oneloop.basics.untrusted import MOST_BYTES, opened, read_json, read_yaml
 from oneloop.show.metrics_file import parsed
 
+_LOG = "metrics.jsonl"
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _LINES = 1 << 16  # lines kept of a followed run
 EVENTS = 2000  # events kept of a run; some saves are dropped above it
@@ -235,34 +238,44 @@ def number(value: Any) -> float:
     return math.nan
 
 
+def log_lines(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a run's metrics.jsonl, with bounded memory.
+
+    Raises:
+        BadInput: the folder has none, it is not a regular file, or a line is damaged.
+    """
+    file = folder / _LOG
+    try:
+        with opened(file) as stream:
+            yield from parsed(iter(partial(stream.readline, MOST_BYTES), b""), of=file)
+    except OSError as error:
+        raise BadInput(f"{folder} holds no run ({_LOG}: {error.strerror})") from error
+
+
+def content_of(file: Path, read: Callable[[Path], dict[str, Any]] = read_json) -> dict[str, Any]:
+    """Return what a file of a run folder holds; empty if it is missing or damaged."""
+    try:
+        return read(file)
+    except (OSError, ValueError):
+        return {}
+
+
 def read_record(folder: Path) -> Record:
     """Read a run folder, in memory that does not grow with the run.
 
     Raises:
-        ValueError: the folder has no metrics.jsonl.
+        BadInput: as :func:`log_lines`.
     """
-
-    def content(name: str, read: Callable[[Path], dict[str, Any]] = read_json) -> dict[str, Any]:
-        """Return what a file holds; empty if it is missing or damaged."""
-        try:
-            return read(folder / name)
-        except (OSError, ValueError):
-            return {}
-
     # Only metrics.jsonl must exist: a run in progress lacks other files.
     record = Record(
         name=folder.resolve().name,
-        summary=content("summary.json"),
-        recipe=content("recipe.yaml", read_yaml),
-        environment=content("environment.json"),
-        examples=content("examples.json"),
+        summary=content_of(folder / "summary.json"),
+        recipe=content_of(folder / "recipe.yaml", read_yaml),
+        environment=content_of(folder / "environment.json"),
+        examples=content_of(folder / "examples.json"),
     )
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            for line in parsed(file):
-                record.take(line)
-    except OSError as error:
-        raise ValueError(f"{folder} holds no run (metrics.jsonl: {error.strerror})") from error
+    for line in log_lines(folder):
+        record.take(line)
     return record
 
 
@@ -304,14 +317,14 @@ class Follower:
         self.folder = folder
         self.lines: list[dict[str, Any]] = []
         self.sampled = False  # whether there are more lines than these
-        self._file = folder / "metrics.jsonl"
+        self._file = folder / _LOG
         self._read = 0  # bytes
         self._tail = b""  # the last bytes that were read
 
     def read(self) -> bool:
-        """Read new lines; return whether there are any lines yet."""
+        """Read new lines; return whether there are any lines yet. Raise BadInput for damage."""
         try:
-            with self._file.open("rb") as file:
+            with opened(self._file) as file:
                 file.seek(self._read - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:  # a resume has truncated the file
                     file.seek(0)
@@ -331,7 +344,7 @@ class Follower:
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         self._tail = (self._tail + whole)[-256:]
-        self.lines += parsed(whole.splitlines())
+        self.lines += parsed(whole.splitlines(keepends=True), of=self._file)
         if len(self.lines) > _LINES:  # drop every second line, except the newest
             self.lines = self.lines[:-1000:2] + self.lines[-1000:]
             self.sampled = True
@@ -348,7 +361,8 @@ class Follower:
             block = file.read(1 << 14)
             if part:
                 block = block[block.find(b"\n") + 1 :]
-            self.lines += parsed(block[: block.rfind(b"\n") + 1].splitlines())
+            complete = block[: block.rfind(b"\n") + 1].splitlines(keepends=True)
+            self.lines += parsed(complete, of=self._file)
         file.seek(end)
         self._read = end + len(file.readline())
         self._tail = b""
@@ -362,11 +376,7 @@ class Follower:
     @property
     def exit_reason(self) -> str:
         """Return why the run has ended; empty while it trains."""
-        try:
-            summary = read_json(self.folder / "summary.json", {"exit_reason": str})
-            return printable(summary["exit_reason"])
-        except (OSError, ValueError):
-            return ""
+        return printable(content_of(self.folder / "summary.json").get("exit_reason", ""))
 
     @property
     def done(self) -> bool:

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import cached_text, key_of
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 # ChatML template with {% generation %} tags
@@ -81,11 +80,9 @@ class BPE:
         if cache_key is None:
             self.model = self._train(texts, vocab, special)
         else:
-            with alone(f"bpe/{key_of(cache_key, vocab, *special)}.json") as path:
-                if not path.exists():
-                    with replacing(path) as draft:
-                        self._train(texts, vocab, special).save(str(draft))
-                self.model = Tokenizer.from_file(str(path))
+            name = f"bpe/{key_of(cache_key, vocab, *special)}.json"
+            made = cached_text(name, lambda: self._train(texts, vocab, special).to_str())
+            self.model = Tokenizer.from_str(made)
 
         # A byte-level token has one character per byte; the first one separates texts.
         lengths = [
@@ -243,11 +240,9 @@ def ending_tokenizer(texts: Iterable[str], vocab: int, *, cache_key: Any = None)
     if cache_key is None:
         bpe = _byte_level(texts, vocab, special)
     else:
-        with alone(f"bpe/{key_of(cache_key, vocab, *special)}.json") as path:
-            if not path.exists():
-                with replacing(path) as draft:
-                    _byte_level(texts, vocab, special).save(str(draft))
-            bpe = Tokenizer.from_file(str(path))
+        name = f"bpe/{key_of(cache_key, vocab, *special)}.json"
+        made = cached_text(name, lambda: _byte_level(texts, vocab, special).to_str())
+        bpe = Tokenizer.from_str(made)
     bpe.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[1])
 

@@ -1,7 +1,7 @@
 """Cached files and checksums of data, and the changes between two fingerprints."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -11,7 +11,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from oneloop.basics.files import cache_folder, replacing
+from oneloop.basics.files import cache_folder, replacing, set_aside, writing
 from oneloop.basics.progress import Working
 
 _CHUNK = 1 << 22  # bytes of a file per read
@@ -25,24 +25,34 @@ def alone(name: str) -> Iterator[Path]:
     Other processes wait at the lock, and not in a collective with a time limit.
 
     Args:
-        name: path relative to the cache.
+        name: path relative to the cache: of a file if it has a suffix, else of a folder.
 
     Raises:
-        ValueError: the cache cannot be written.
+        BadInput: the cache cannot be written, or its disk is full.
     """
     path = cache_folder() / name
-    try:
+    remedy = "make room, or set ONELOOP_CACHE to another folder"
+    with writing(path, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{path}.lock")
         lock.acquire()
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({error.strerror}); set ONELOOP_CACHE to another"
-        ) from error
+        # A name with a suffix is that of a file.
+        if path.exists() and path.is_dir() == bool(path.suffix):
+            set_aside(path)
     try:
-        yield path
+        with writing(path, remedy, only_full=True):
+            yield path
     finally:
         lock.release()
+
+
+def cached_text(name: str, make: Callable[[], str]) -> str:
+    """Return the text in a file of the cache, which ``make`` returns if the file is missing."""
+    with alone(name) as path:
+        if not path.exists():
+            with replacing(path) as draft:
+                draft.write_text(make(), encoding="utf-8")
+        return path.read_text(encoding="utf-8")
 
 
 def key_of(*values: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def ragged(
     if skip or checks:
         allowed = len(rows) if empty or checks else len(rows) - 1
     with alone(f"made/{key_of(rows_content(rows), made_by)}") as path:
-        if not (path / "ends.npy").exists():
+        made = _read(path)
+        if made is None:
             draft = path.with_suffix(f".{os.getpid()}.draft")
             delete(draft, inside=path.parent)
             draft.mkdir()
@@ -79,20 +81,29 @@ def ragged(
                 draft.rename(path)
             finally:
                 delete(draft, inside=path.parent)
-
-    ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
-    values: NDArray[np.int32] = np.zeros(0, np.int32)
-    if len(ends) and ends[-1]:  # an empty file cannot be mapped
-        values = np.memmap(path / "values.bin", np.int32, "r")
+            made = _read(path)
+    assert made is not None, path
 
     # Report the invalid rows, also those that an earlier call has cached.
-    skipped = json.loads((path / "skipped.json").read_text())
+    skipped = made.skipped
     if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
         raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
     if not skip or (checks and not empty):  # with ``empty``, the caller reports them
         for index, why in skipped:
             unusable(rows.where(index), f": {why}")
-    return Ragged(values, ends, skipped)
+    return made
+
+
+def _read(folder: Path) -> Ragged | None:
+    """Return the arrays in a folder; None if a file is missing or too short."""
+    try:
+        ends = np.load(folder / "ends.npy", mmap_mode="r")
+        values: NDArray[np.int32] = np.zeros(0, np.int32)
+        if len(ends) and ends[-1]:  # an empty file cannot be mapped
+            values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
+        return Ragged(values, ends, json.loads((folder / "skipped.json").read_text()))
+    except (OSError, ValueError, EOFError):
+        return None
 
 
 def _write_arrays(
@@ -111,9 +122,12 @@ def _write_arrays(
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
             if arrays:
-                np.concatenate(arrays).tofile(file)
+                # np.tofile would not say that the disk is full
+                file.write(np.concatenate(arrays).data)
     (folder / "skipped.json").write_text(json.dumps(skipped))
-    np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
+    content = BytesIO()
+    np.save(content, np.cumsum(lengths, dtype=np.int64))
+    (folder / "ends.npy").write_bytes(content.getvalue())
 
 
 def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iterator[ShardResult]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from oneloop.basics.files import reject_run_folder
 from oneloop.tasks.rows.arrow_tables import quiet, tables
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.find_files import found
@@ -65,6 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=1000, help="rows of a group")
     given = parser.parse_args(words)
     try:
+        reject_run_folder(given.new)
         print(f"{rewrite(given.old, given.new, rows=given.rows):,} files written to {given.new}")
     except ValueError as error:
         print(f"oneloop: {error}", file=sys.stderr)

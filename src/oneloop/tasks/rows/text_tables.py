@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.files import replacing
+from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
@@ -108,7 +108,8 @@ def _convert(
         else:
             _by_datasets(found, files, draft)
         report.write(report_file)
-        checksum_file.write_text(checksum_of(draft))
+        with replacing(checksum_file) as file:
+            file.write_text(checksum_of(draft))
         draft.replace(table)
     finally:
         draft.unlink(missing_ok=True)
@@ -375,12 +376,14 @@ def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None
         made = load(sample_by="document") if found.kind == "text" else load()
         _write(iter(made.data.table.to_batches()), draft)
     except Exception as error:  # datasets passes on any error of its reader
-        raise ValueError(_reason(error, found.root)) from error
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            raise cause from None  # of the cache
+        why = one_line(cause)
+        raise ValueError(
+            f"{found.root} cannot be read by datasets: {type(cause).__name__}: {why}"
+        ) from error
     finally:
         delete(work, inside=work.parent)
-
-
-def _reason(error: BaseException, root: Path) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{root} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import reject_run_folder
 from oneloop.checkpoint.mirror import local_run
 from oneloop.launch.command import hide_warnings_of_torch
 
@@ -116,6 +117,7 @@ def check_file(to: Path) -> None:
     """Raise BadInput for a file that predictions cannot be written to."""
     if to.suffix not in ENDINGS:
         raise BadInput(f"--to {to} must end with one of {', '.join(ENDINGS)}")
+    reject_run_folder(to)
     if to.exists():
         raise BadInput(f"--to {to} exists; remove it, or name another file")
     if not to.parent.is_dir():

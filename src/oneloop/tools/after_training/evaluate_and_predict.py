@@ -19,7 +19,7 @@ from torch import nn
 
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Unavailable
-from oneloop.basics.files import dumps
+from oneloop.basics.files import dumps, writing
 from oneloop.basics.launcher import die_with_launcher
 from oneloop.basics.streams import replace_unknown_characters
 from oneloop.evaluation import evaluate_all
@@ -138,10 +138,8 @@ def _predicted(
 ) -> str:
     ((_, dataset),) = sets.items()
     result = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
-    try:
+    with writing(f"--to {to}", "make room, or name another file"):
         rows = write(to, result, accelerator=run.accelerator)
-    except OSError as error:
-        raise ValueError(f"--to {to} cannot be written: {error.strerror or error}") from error
     line = f"{rows:,} rows of {of.about} are in {to}"
     warning = getattr(dataset, "warning", "")
     return f"{line}\n{warning}" if warning else line

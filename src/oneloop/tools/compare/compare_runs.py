@@ -34,10 +34,7 @@ def compare(folders: Sequence[Path], *, metrics: Sequence[str] = ()) -> None:
 
 
 def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Iterator[RenderableType]:
-    try:
-        runs = distinct([read_record(folder) for folder in folders])
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+    runs = distinct([read_record(folder) for folder in folders])
     names = [run.name for run in runs]
     changed = differences(runs)
     if changed:

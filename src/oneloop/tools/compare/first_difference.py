@@ -1,7 +1,6 @@
 """Compare two runs by the hashes in their logs, and find the first difference. Needs no torch."""
 
 import base64
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from oneloop.basics.untrusted import read_yaml
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.store import Store
 from oneloop.recipe.comparison import difference
+from oneloop.tools.run_reader import content_of, log_lines
 
 _KINDS = ("model", "optimizer", "ema")  # first parts of tensor names
 
@@ -56,7 +56,7 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     last = steps[-1]
 
     # Different settings may explain a difference.
-    recipes = [_recipe(folder) for folder in (one, other)]
+    recipes = [content_of(folder / "recipe.yaml", read_yaml) for folder in (one, other)]
     apart = difference(*recipes) if all(recipes) else []
     changed = [f"different settings: {'; '.join(apart)}"] if apart else []
 
@@ -85,19 +85,8 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     return None, lines + changed
 
 
-def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
-    try:
-        text = (folder / "metrics.jsonl").read_text(errors="replace")
-    except OSError as error:
-        raise BadInput(f"{folder} holds no run (metrics.jsonl cannot be read: {error})") from error
-    found = {}
-    for line in text.splitlines():
-        try:
-            record = json.loads(line)
-            if isinstance(record.get("bits"), str):
-                found[int(record["step"])] = record
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
-            continue  # incomplete or damaged
+def _log(folder: Path) -> dict[int, dict[str, Any]]:
+    found = {line["step"]: line for line in log_lines(folder) if isinstance(line.get("bits"), str)}
     if not found:
         raise BadInput(
             f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set"
@@ -108,13 +97,6 @@ def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
 def _first_steps(log: Mapping[int, Any]) -> str:
     first = sorted(log)[:3]
     return f"{', '.join(map(str, first))}{', …' if len(log) > len(first) else ''}"
-
-
-def _recipe(folder: Path) -> dict[str, Any]:
-    try:
-        return read_yaml(folder / "recipe.yaml")
-    except (OSError, ValueError):
-        return {}
 
 
 def _tensors(

@@ -295,6 +295,7 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
+        tried.unlink()
         free = shutil.disk_usage(there).free
         if free < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
@@ -303,9 +304,6 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
             f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make "
             f"room, or {other}"
         )
-    finally:
-        with suppress(OSError):
-            tried.unlink()
 
 
 def about() -> str:

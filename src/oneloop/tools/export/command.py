@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from oneloop.basics.command_options import Options
 from oneloop.basics.exit_codes import DONE, BadInput, Unavailable
-from oneloop.basics.files import printable
+from oneloop.basics.files import printable, reject_run_folder
 from oneloop.checkpoint.mirror import local_run
 from oneloop.checkpoint.named_checkpoint import chosen_of
 
@@ -52,6 +52,8 @@ def export_run(given: Namespace) -> list[str]:
         raise BadInput(
             "--public and --license are of a repository of the hub: give --push ORG/NAME too"
         )
+    if given.to is not None:
+        reject_run_folder(given.to)
     checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
 
     # The slow imports follow the checks.

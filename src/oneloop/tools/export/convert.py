@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.files import writing
 from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
@@ -80,7 +81,8 @@ def export_checkpoint(
             )
         rounded(model, base_dtype)
         model = task.merge(model)
-    write_final(folder, model, task, about=about)
+    with writing(f"--to {folder}", "make room, or name another folder"):
+        write_final(folder, model, task, about=about)
 
 
 def _reject_both(folder: Path, *, adapters: bool) -> None:

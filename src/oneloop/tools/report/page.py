@@ -20,8 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import cache_folder, replacing, yaml_text
+from oneloop.basics.files import (
+    cache_folder,
+    reject_run_folder,
+    replacing,
+    writing,
+    yaml_text,
+)
 from oneloop.tools.report.charts import axes, charts, rows
 from oneloop.tools.report.example_pages import sections
 from oneloop.tools.report.headline import (
@@ -46,7 +51,7 @@ def report(folders: Sequence[Path]) -> str:
     """Return the page of one run, or of several in the same charts.
 
     Raises:
-        ValueError: a folder holds no run.
+        BadInput: a folder holds no run.
     """
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
@@ -85,16 +90,16 @@ def write_report(runs: Sequence[Path], to: Path | None) -> Path:
             one.
 
     Raises:
-        BadInput: a folder holds no run, or the file cannot be written.
+        BadInput: a folder holds no run, the file cannot be written, or it is one of a run.
     """
-    folder = runs[0] if len(runs) == 1 else Path()
-    to = to or folder / "report.html"
-    try:
-        to.write_text(report(runs), encoding="utf-8")
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    except OSError as error:
-        raise BadInput(f"--to {to} cannot be written: {error.strerror}") from error
+    if to is None:
+        folder = runs[0] if len(runs) == 1 else Path()
+        to = folder / "report.html"
+    else:
+        reject_run_folder(to)
+    page = report(runs)
+    with writing(f"--to {to}", "make room, or name another file"), replacing(to) as draft:
+        draft.write_text(page, encoding="utf-8")
     return to
 
 

@@ -1,6 +1,5 @@
 """A short real run in a separate process, which may crash, hang or run out of memory."""
 
-import json
 import os
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.start_methods import server_context
+from oneloop.tools.run_reader import read_record
 from oneloop.tools.worth.techniques import PRECISION, Machine, as_arguments
 
 
@@ -163,11 +163,7 @@ def _train(arguments: list[str], warm: int) -> Measured:
     with run.display, run.closing:
         train(replace(job, eval_sets={}, make_optimizer=timed), run, folder)
 
-    peaks = []
-    for text in (folder.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
-        if "memory/peak_gib" in line:
-            peaks.append(line["memory/peak_gib"])
+    peaks = read_record(folder.path).curve("memory/peak_gib")[1]
     timed_steps = len(times) - 1 - warm
     rate = 0.0
     if timed_steps > 0:

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import dumps, replacing
+from oneloop.basics.files import dumps, reject_run_folder, replacing, writing
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.tools.worth.short_run import Measured, Runner
@@ -41,22 +41,22 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     Returns:
         The exit code.
     """
-    if read(words).batch.grain is not None:
+    recipe = read(words)
+    if recipe.batch.grain is not None:
         raise BadInput(
             "oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it"
         )
 
     # Measure before the folder is created: nothing is written if that fails.
+    folder = folder or Path(f"runs/worth-{recipe.name}")
+    reject_run_folder(folder)
     results = measured(words, **how)
-    folder = folder or Path(f"runs/worth-{results['recipe']}")
-    try:
+    with writing(f"--to {folder}", "make room, or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         texts = {"worth.json": dumps(results, indent=1) + "\n", "worth.html": as_page(results)}
         for file, text in texts.items():
             with replacing(folder / file) as draft:
                 draft.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"--to {folder} cannot be written: {error.strerror}") from error
 
     # Print the table, and what it means.
     console = Console()

@@ -3,7 +3,6 @@
 import json
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from xxhash import xxh3_64_hexdigest
 import oneloop
 from oneloop.basics.files import cache_folder, replacing
 from oneloop.basics.system.files import readable_within
+from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
 from oneloop.tasks.rows.remote.handshake import prove
@@ -67,8 +67,7 @@ class FetchClient:
 
         Raises:
             StoreError: the store fails.
-            ValueError: the group cannot be decoded.
-            OSError: the disk is full.
+            ValueError: the group cannot be decoded, or the disk is full.
             RuntimeError: the fetcher has ended.
         """
         import pyarrow
@@ -235,7 +234,7 @@ def _start(run: str) -> None:
         process.kill()
         process.wait()
         why = (folder / "errors.txt").read_text().strip().splitlines()[-1:]
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder, inside=folder.parent)
         raise RuntimeError(f"the process that fetches row groups does not start: {' '.join(why)}")
     process.returncode = 0  # it outlives this process, about which Python would warn
 
@@ -248,8 +247,8 @@ def _remove_leftovers() -> None:
     """Remove the folders of fetchers that have ended, which they hold a lock in."""
     for folder in (cache_folder() / _FOLDER).iterdir():
         if folder.is_dir():
-            with suppress(Timeout, OSError), FileLock(folder / "lock", timeout=0):
-                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(Timeout, FileNotFoundError), FileLock(folder / "lock", timeout=0):
+                delete(folder, inside=folder.parent)
         elif folder.suffix == ".json" and not _leads_somewhere(folder):
             folder.unlink(missing_ok=True)
 

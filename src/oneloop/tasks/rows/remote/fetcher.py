@@ -4,7 +4,6 @@ Each group becomes an Arrow file, which the processes map into their memory. The
 removes these files, when the last connection to it has closed.
 """
 
-import errno
 import os
 import pickle
 import shutil
@@ -24,7 +23,7 @@ from typing import Any
 from filelock import FileLock
 
 from oneloop.basics.bucket import StoreError
-from oneloop.basics.files import one_line, replacing
+from oneloop.basics.files import one_line, replacing, writing
 from oneloop.basics.system.signals import on_stops
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
 from oneloop.tasks.rows.remote.footers import Footer, footers
@@ -214,21 +213,17 @@ class _Fetcher:
         import pyarrow
 
         path = self._folder / f"{next(self._numbers)}.arrow"
-        try:
-            with (
-                replacing(path) as draft,
-                pyarrow.OSFile(str(draft), "wb") as sink,
-                pyarrow.ipc.new_file(sink, table.schema) as writer,
-            ):
-                writer.write_table(table)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise OSError(
-                f"{self._folder.parent}: the disk is full, and a row group of "
-                f"{table.nbytes / 2**20:,.1f} MB does not fit; free some space, set ONELOOP_CACHE "
-                "to a folder on another disk, or set a smaller task.window in a new run"
-            ) from error
+        remedy = (
+            f"a row group has {table.nbytes / 2**20:,.1f} MB: make room, set ONELOOP_CACHE to a "
+            "folder on another disk, or set a smaller task.window in a new run"
+        )
+        with (
+            writing(self._folder.parent, remedy, only_full=True),
+            replacing(path) as draft,
+            pyarrow.OSFile(str(draft), "wb") as sink,
+            pyarrow.ipc.new_file(sink, table.schema) as writer,
+        ):
+            writer.write_table(table)
         return path
 
     def _opened(self, address: str) -> RemoteStore:
@@ -308,6 +303,7 @@ def main(folder: Path) -> None:
     while fetcher.clients or time.monotonic() < fetcher.closed_at:
         fetcher.report()
         time.sleep(0.2)
+    # Nobody reads an error of this process. The next start deletes what is left, or reports it.
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # threads may still fetch
 
