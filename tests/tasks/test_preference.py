@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from counted_pairs import applied, bins, lay, listed, logged, rows, trained, words, write
 from oneloop.data.order import order_of
+from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.preference import Preference
@@ -183,7 +184,8 @@ class Plain:
         found = []
         for step in range(steps):
             _, ids = order[4 * step : 4 * step + 4]
-            chosen = [samples[int(index)] for index in ids]
+            with placeholder_outputs():  # only the tokens are used
+                chosen = [samples[int(index)] for index in ids]
             if self.task.packed:
                 chosen = [pair for sample in chosen for pair in sample]
             values: list[dict[str, torch.Tensor]] = []
@@ -358,7 +360,8 @@ def test_pairs_packed_and_padded_have_the_same_gradients(base, one_thread):
         model = task.model().double().train()
         # All pairs: a batch has them once, in any order.
         samples = task.train_set()
-        batch = task.collate([samples[index] for index in range(len(samples))])
+        with placeholder_outputs():
+            batch = task.collate([samples[index] for index in range(len(samples))])
         total, outputs = task.loss(model, batch)
         (total / task.weight(batch)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -550,6 +553,13 @@ def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
         assert [one[name] for one in each] == pytest.approx(values, rel=1e-10, abs=1e-12)
         mean = sum(values) / 7
         assert whole[f"data/{name}"] == pytest.approx(mean, rel=1e-10, abs=1e-12)
+
+
+def test_a_set_of_the_task_raises_without_the_store(base):
+    """In another loop, the reference would give each token the probability 1."""
+    task = Preference(str(base / "data"), model=str(base / "base"), length=96)
+    with pytest.raises(ValueError, match="outputs of a reference or a teacher are missing"):
+        task.train_set()[0]
 
 
 # --- wrong settings
