@@ -72,9 +72,12 @@ class RangeFiles:
             return Bucket(self.address)
 
     def of_other_sources(self) -> dict[str, str] | None:
-        """Return the sources of a store that differs from this one in nothing else, or None."""
+        """Return the sources of a store that differs from this one in nothing else, or None.
+
+        Also return None if the stores cannot be listed: this is only for a message.
+        """
         same = key_of({**self.parts, "sources": None})
-        with _errors():
+        with suppress(StoreError, OSError):
             for store in stores(self.address or str(self.root)):
                 there = (store.about or {"parts": {}})["parts"]
                 if store.key != self.key and key_of({**there, "sources": None}) == same:
