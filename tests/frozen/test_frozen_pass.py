@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 from failing_disks import full_disk, without_root
 from frozen_task import RECORD, Frozen, Next, documents, listed, log_probabilities
+from oneloop import Loader
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.frozen.listing import stores
-from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.frozen.outputs import FrozenOutputs, placeholder_outputs
 from oneloop.frozen.store import RangeFiles, key_of
+from oneloop.run.source_code import sources_of_model
 from remote_data import counted_s3
 from slow_cases import with_slow
 from worlds import apply, back_to, here, run
@@ -32,6 +39,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.frozen.store",
     "oneloop.loop.begin_folder",
     "oneloop.run.frozen_pass",
+    "oneloop.run.source_code",
     "oneloop.tools.after_training.initial_model",
     "oneloop.tools.frozen.command",
 )
@@ -441,3 +449,184 @@ def test_a_deletion_of_nothing_is_reported(tmp_path, capsys, keys):
     assert main(["frozen", str(tmp_path / "stores"), "--delete", keys]) == 2
     message = f"--delete {keys} matches 0 of 0 stores in {tmp_path}/stores, and nothing was deleted"
     assert (message if keys else "--delete names no store") in capsys.readouterr().err
+
+
+# --- before there is a store
+
+
+def test_samples_without_a_store_raise_in_every_loader():
+    """Also in a data worker that has loaded placeholders before."""
+    task = Frozen("", count=40)
+    samples = task.train_set()
+    message = "Start a run (oneloop launch --config_file single preference"
+    expected = pytest.raises(ValueError, match=message.replace("(", r"\("))
+    with expected:
+        samples[0]
+    for workers in (0, 2):
+        plain = DataLoader(
+            samples,
+            2,
+            collate_fn=task.collate,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+        with expected:
+            next(iter(plain))
+        with expected:
+            own = Loader(
+                samples,
+                4,
+                collate=task.collate,
+                weight=task.weight,
+                accelerator=Accelerator(cpu=True),
+                workers=workers,
+            )
+            [*next(iter(own))]
+
+    tried = DataLoader(Tried(samples), None, num_workers=1, persistent_workers=True)
+    for _ in range(2):
+        assert [*tried] == ["zeros", "raises"]
+    with expected:
+        samples[0]
+
+
+class Tried:
+    """Tries a set, and then reads it."""
+
+    def __init__(self, samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> str:
+        if index == 0:
+            with placeholder_outputs():
+                return "values" if self.samples[0][1].any() else "zeros"
+        try:
+            self.samples[0]
+        except ValueError:
+            return "raises"
+        return "values"
+
+
+def checked_and_planned(words: list[str]) -> tuple[int, list[str], str]:
+    from oneloop.tools.check.check_data import check_data
+    from oneloop.tools.plan.command import Asked
+    from oneloop.tools.plan.planned import planned
+
+    sys.path.insert(0, "")
+    found = check_data(words[0], words[1:])
+    (plan,) = planned([Asked(tuple(words), "single", 1)])
+    return found.rows, found.unusable, type(plan).__name__
+
+
+def test_check_and_plan_need_no_store(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("task: frozen_task.Frozen\n")
+    given = words(tmp_path / "store", "--task.count", "40")
+    (found,) = run(checked_and_planned, given, folder=tmp_path).ok()
+    assert found == (340, [], "Plan")
+    assert not (tmp_path / "store").exists()
+
+
+# --- other code
+
+
+NET = """
+from torch import nn
+from settings_of_net import FACTOR
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * FACTOR
+"""
+TASK = """
+from frozen_task import Frozen, Next
+from net_of_test import Scaled
+from torch import nn
+class Mine(Frozen):
+    def model(self):
+        model = Next()
+        model.head = nn.Sequential(Scaled(), model.head)
+        return model
+"""
+
+
+def lay_code(folder: Path, factor: float) -> None:
+    (folder / "settings_of_net.py").write_text(f"FACTOR = {factor}\n")
+    (folder / "net_of_test.py").write_text(NET)
+    (folder / "task_of_test.py").write_text(TASK)
+    (folder / "unrelated_of_test.py").write_text("FACTOR = 1\n")
+    (folder / "recipe.yaml").write_text("task: task_of_test.py:Mine\n")
+
+
+@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["ddp", "fsdp2"]))
+def test_an_edit_of_the_model_makes_the_outputs_new_at_a_resume(tmp_path, layout):
+    """The number is in a module that the model's module imports."""
+    lay_code(tmp_path, 0.5)
+    given = words(tmp_path / "store", "--task.count", "40")
+    world = run(here, given, ranks=LAYOUTS[layout], config=layout, folder=tmp_path)
+    world.ok()
+    assert "of other code" not in world.output
+    before = bins(tmp_path / "store")
+
+    lay_code(tmp_path, 3.0)
+    back_to(tmp_path / "run", 3)
+    world = run(here, given, ranks=LAYOUTS[layout], config=layout, folder=tmp_path)
+    world.ok()
+    why = "the reference: its outputs are computed again, because the stored ones are of other code"
+    assert world.output.count(f"{why} (settings_of_net.py ") == 1
+    after = bins(tmp_path / "store")
+    assert before.items() < after.items() and len(after) == 2 * len(before)
+
+    # The new ones are those of the new code, with the weights before the first step.
+    from oneloop.basics.seeds import key as seed_key
+
+    torch.manual_seed(seed_key(0))
+    model = Next().double()
+    model.head = torch.nn.Sequential(Times(3.0), model.head)
+    expected = log_probabilities(model, torch.from_numpy(documents(40)[7])[None])[0]
+    outputs = Frozen("", count=40).frozen_model().outputs["train"]
+    found = []
+    for about in (tmp_path / "store").glob("*/about.json"):
+        if json.loads(about.read_text())["documents"] == 40:
+            outputs.attach(about.parent)
+            found.append(np.allclose(outputs[7]["logp"], expected.detach(), rtol=0, atol=1e-12))
+    assert sorted(found) == [False, True]
+
+
+class Times(torch.nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_the_code_of_a_model_is_its_sources_and_versions(tmp_path, monkeypatch):
+    lay_code(tmp_path, 0.5)
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ["unrelated_of_test", "settings_of_net", "net_of_test", "task_of_test"]
+    modules = [importlib.import_module(name) for name in names]
+    task = modules[-1].Mine("", count=4)
+
+    def code(parts: Iterable[object]) -> dict[str, str]:
+        return sources_of_model(task, parts)
+
+    first = code(task.model().modules())
+    own = {"settings_of_net.py", "net_of_test.py", "task_of_test.py", "frozen_task.py"}
+    assert own < first.keys() and "unrelated_of_test.py" not in first
+    assert first["torch"] == version("torch")
+    # A teacher's classes are not known before it is built.
+    assert own < code(()).keys() and code(())["transformers"] == version("transformers")
+
+    lay_code(tmp_path, 0.7)
+    changed = code(task.model().modules())
+    assert {name for name in first if first[name] != changed[name]} == {"settings_of_net.py"}
+
+    about = tmp_path / "transformers-99.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    assert code(())["transformers"] == "99.0"
+    for name in names:
+        del sys.modules[name]

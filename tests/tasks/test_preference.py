@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from counted_pairs import applied, bins, lay, listed, logged, rows, trained, words, write
 from oneloop.data.order import order_of
+from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.preference import Preference
+from slow_cases import with_slow
 from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
@@ -183,7 +185,8 @@ class Plain:
         found = []
         for step in range(steps):
             _, ids = order[4 * step : 4 * step + 4]
-            chosen = [samples[int(index)] for index in ids]
+            with placeholder_outputs():  # only the tokens are used
+                chosen = [samples[int(index)] for index in ids]
             if self.task.packed:
                 chosen = [pair for sample in chosen for pair in sample]
             values: list[dict[str, torch.Tensor]] = []
@@ -358,7 +361,8 @@ def test_pairs_packed_and_padded_have_the_same_gradients(base, one_thread):
         model = task.model().double().train()
         # All pairs: a batch has them once, in any order.
         samples = task.train_set()
-        batch = task.collate([samples[index] for index in range(len(samples))])
+        with placeholder_outputs():
+            batch = task.collate([samples[index] for index in range(len(samples))])
         total, outputs = task.loss(model, batch)
         (total / task.weight(batch)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -550,6 +554,50 @@ def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
         assert [one[name] for one in each] == pytest.approx(values, rel=1e-10, abs=1e-12)
         mean = sum(values) / 7
         assert whole[f"data/{name}"] == pytest.approx(mean, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("layout", with_slow(["single", "ddp", "fsdp2"], ["ddp", "fsdp2"]))
+def test_new_pairs_of_the_packaged_task_need_the_weights_of_its_model(
+    base, first, tmp_path, one_thread, layout
+):
+    """Its evaluation begins without them. The metrics are those of a plain loop, without a store
+    and with one."""
+    shutil.copytree(first / "run", tmp_path / "run")
+    recipe = tmp_path / "run" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("counted_pairs.Counted", "preference"))
+    shutil.copy(base / "new.jsonl", tmp_path / "new.jsonl")
+    (tmp_path / "log").mkdir()
+
+    plain = Plain(base, "dpo", (), "padded")
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
+    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
+    with torch.no_grad():
+        wanted = [plain.pair(pairs.pair(number)) for number in range(7)]
+
+    given = ("run", "--data", "new.jsonl")
+    world = applied(tmp_path, layout, "evaluate", *given, "--json")
+    world.ok()
+    (line,) = [line for line in world.output.splitlines() if line.startswith("{")]
+    found = json.loads(line)
+    for name in wanted[0]:
+        mean = sum(float(one[name]) for one in wanted) / 7
+        assert found[f"data/{name}"] == pytest.approx(mean, rel=1e-10, abs=1e-12)
+
+    world = applied(tmp_path, layout, "predict", *given, "--to", "each.jsonl")
+    world.ok()
+    assert "nothing to compute" in world.output
+    each = [json.loads(line) for line in (tmp_path / "each.jsonl").read_text().splitlines()]
+    for name in wanted[0]:
+        values = [float(one[name]) for one in wanted]
+        assert [one[name] for one in each] == pytest.approx(values, rel=1e-10, abs=1e-12)
+
+
+def test_a_set_of_the_task_raises_without_the_store(base):
+    """In another loop, the reference would give each token the probability 1."""
+    task = Preference(str(base / "data"), model=str(base / "base"), length=96)
+    with pytest.raises(ValueError, match="outputs of a reference or a teacher are missing"):
+        task.train_set()[0]
 
 
 # --- wrong settings

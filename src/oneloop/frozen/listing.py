@@ -13,7 +13,7 @@ from oneloop.basics.untrusted import HEX32, delete, is_amount, is_word, parsed_j
 
 ABOUT = "about.json"  # what a store holds, for people
 _FORM = {
-    "parts": {"role": is_word},
+    "parts": {"role": is_word, "sources?": {None: str}},
     "documents": is_amount,
     "bytes": is_amount,
     "ranges": is_amount,

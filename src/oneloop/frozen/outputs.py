@@ -1,11 +1,14 @@
 """Outputs of a frozen model, as a task reads them: one record for each position of each document.
 
 >>> outputs = FrozenOutputs(np.dtype([("logp", "<f4")]), counts=lengths, content=digest_of(tokens))
->>> outputs[3]["logp"]                                   # zeros, until a run has computed them
+>>> outputs.attach(folder)                               # a run does so, once they are computed
+>>> outputs[3]["logp"]
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,16 +19,32 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.exit_codes import Unavailable
+from oneloop.basics.exit_codes import BadInput, Unavailable
 
 POSITIONS = 1 << 15
 """positions of a range, approximately: what is computed, stored and repeated as a whole"""
+
+_ZEROS = ContextVar("_ZEROS", default=False)  # whether outputs without a store are zeros
+
+
+@contextmanager
+def placeholder_outputs() -> Iterator[None]:
+    """Let outputs without a store be zeros: only to try a task before its outputs exist.
+
+    Enter it around the loading itself, in the process that loads: a data worker that was started
+    inside of it would never leave it.
+    """
+    token = _ZEROS.set(True)
+    try:
+        yield
+    finally:
+        _ZEROS.reset(token)
 
 
 class FrozenOutputs:
     """Records of documents in files of fixed offsets, one file per range of documents.
 
-    Until :meth:`attach` they are zeros, so that a task can be checked before they exist.
+    They cannot be read until :meth:`attach`, except as zeros in :func:`placeholder_outputs`.
 
     Args:
         record: what is stored for a position: a structured dtype without objects.
@@ -91,12 +110,18 @@ class FrozenOutputs:
     def __getitem__(self, document: int) -> NDArray[Any]:
         """Return the records of a document, (records of the document,).
 
-        Raise Unavailable if a file is missing or too short.
+        Raise BadInput before :meth:`attach`, and Unavailable if a file is missing or too short.
         """
         if not 0 <= document < len(self):
             raise IndexError(document)
         count = self.count(document)
         if self.folder is None:
+            if not _ZEROS.get():
+                raise BadInput(
+                    "the stored outputs of a reference or a teacher are missing. Start a run "
+                    "(oneloop launch --config_file single preference, or distil), which computes "
+                    "them before its first step. A loop of your own reads them after attach()"
+                )
             return np.zeros(count, self.record)
 
         # Read at the fixed offset of the document in the file of its range.

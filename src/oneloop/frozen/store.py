@@ -19,7 +19,7 @@ from xxhash import xxh3_128, xxh3_128_hexdigest
 from oneloop.basics.bucket import Bucket, StoreError, StoreNotFoundError, ends_program
 from oneloop.basics.files import dumps, replacing, set_aside, vouched, writing
 from oneloop.basics.untrusted import delete
-from oneloop.frozen.listing import ABOUT
+from oneloop.frozen.listing import ABOUT, stores
 from oneloop.frozen.outputs import FrozenOutputs, range_name
 
 FORMAT = 1  # increase it if files, batches or keys change
@@ -71,6 +71,19 @@ class RangeFiles:
             return None
         with _errors():
             return Bucket(self.address)
+
+    def of_other_sources(self) -> dict[str, str] | None:
+        """Return the sources of a store that differs from this one in nothing else, or None.
+
+        Also return None if the stores cannot be listed: this is only for a message.
+        """
+        same = key_of({**self.parts, "sources": None})
+        with suppress(StoreError, OSError):
+            for store in stores(self.address or str(self.root)):
+                there = (store.about or {"parts": {}})["parts"]
+                if store.key != self.key and key_of({**there, "sources": None}) == same:
+                    return dict(there.get("sources", {}))
+        return None
 
     def begin(self) -> None:
         """Make the folder on this host, and describe the store there, unless both exist.

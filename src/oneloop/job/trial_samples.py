@@ -14,6 +14,7 @@ from oneloop.data.sample_contents import copied, fault, same
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, transferred
+from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.machine.compile import CUDA_GRAPHS
@@ -84,6 +85,7 @@ class TrialSamples:
             sets[f"{EVALUATED}[{name!r}]"] = dataset, places
         return cls(job.task, job.collate, sets, seed=job.recipe.seed, device=device)
 
+    @placeholder_outputs()
     def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
 

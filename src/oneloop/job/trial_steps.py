@@ -11,6 +11,7 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.seeded_samples import Batches, SeededSamples
 from oneloop.data.step_batches import Batch, transferred
 from oneloop.ema import EMA
+from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job, build_job
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import start
@@ -59,6 +60,7 @@ class Trial:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         largest = by_size(job)
 
+        @placeholder_outputs()
         def steps(micro: int) -> None:
             # Two micro-batches if possible, so that gradients are kept and accumulated. A loss over
             # the whole batch keeps the inputs of all micro-batches.
@@ -120,6 +122,7 @@ def by_size(job: Job, most: int | None = None) -> list[int]:
     return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
 
 
+@placeholder_outputs()
 def loaded_sizes(job: Job, most: int | None = None) -> list[int]:
     """Return the elements of each of the first ``most`` training samples, which are loaded."""
     samples = SeededSamples(job.train_set, seed=job.recipe.seed)
@@ -153,6 +156,7 @@ def may_be_larger(job: Job) -> bool:
     return len(set(loaded_sizes(job, SAMPLED))) > 1
 
 
+@placeholder_outputs()
 def largest_batches(job: Job) -> list[tuple[Batch, float]]:
     """Return the micro-batches of a step, of the largest samples, with their weights."""
     samples = SeededSamples(job.train_set, seed=job.recipe.seed)

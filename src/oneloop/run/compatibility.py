@@ -12,6 +12,7 @@ from oneloop.basics.untrusted import as_expected
 from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.sample_checksums import SAMPLES, first_checksum, spread_checksum
 from oneloop.data.sample_reader import read_once
+from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
@@ -282,6 +283,7 @@ def first_samples(
     }
 
 
+@placeholder_outputs()
 def _checksums(
     task: Any, sets: Mapping[str, Any], checksum_of: Callable[[Any], str | None]
 ) -> dict[str, str | None]:

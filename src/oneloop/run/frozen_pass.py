@@ -22,6 +22,7 @@ from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.progress import Working
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.data.fingerprint import changes
 from oneloop.evaluation import evaluating
 from oneloop.frozen.listing import free_bytes, in_bucket, local_root
 from oneloop.frozen.outputs import FrozenModel, FrozenOutputs
@@ -30,6 +31,7 @@ from oneloop.launch.processes import Run
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.torch_settings import release_cache
 from oneloop.measure.fingerprint import fingerprint
+from oneloop.run.source_code import sources_of_model
 
 _TOKENS = 8192  # of a forward, at most, unless one document has more
 _NOT_OF_CONFIG = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
@@ -76,17 +78,10 @@ def compute_frozen(
                 f"the checkpoint does not name the weights of {frozen.role}, so its outputs for "
                 "this data are unknown; name a checkpoint of a run that this version trained"
             )
-    parts = {
-        "role": frozen.role,
-        "weights": frozen.content,
-        "kind": dict(frozen.kind),
-        "precision": _precision(run, inner if frozen.build is None else None),
-    }
-    if frozen.build is None:
-        parts["config"] = _config(inner)
 
     # Find out what is missing.
     passes = []
+    parts = _parts(frozen, task, inner, run)
     address = frozen.address if in_bucket(frozen.address) else None
     for name, outputs in frozen.outputs.items():
         if not wanted(name):
@@ -140,6 +135,20 @@ def _content(frozen: FrozenModel, task: Any, model: nn.Module, run: Run) -> dict
     return content
 
 
+def _parts(frozen: FrozenModel, task: Any, inner: nn.Module, run: Run) -> dict[str, Any]:
+    """Return what identifies the outputs of any documents. Collective."""
+    policy = inner if frozen.build is None else None
+    modules = () if policy is None else policy.modules()
+    return {
+        "role": frozen.role,
+        "weights": frozen.content,
+        "kind": dict(frozen.kind),
+        "precision": _precision(run, policy),
+        "config": _config(policy),
+        "sources": run.from_main(sources_of_model(task, modules)),
+    }
+
+
 def _precision(run: Run, model: nn.Module | None) -> dict[str, Any]:
     """Return the settings on which the rounding of the outputs depends, other than the device.
 
@@ -160,8 +169,8 @@ def _precision(run: Run, model: nn.Module | None) -> dict[str, Any]:
     }
 
 
-def _config(model: nn.Module) -> dict[str, Any]:
-    """Return the model's config of transformers, without what does not change its outputs."""
+def _config(model: nn.Module | None) -> dict[str, Any]:
+    """Return the policy's config of transformers, without what does not change its outputs."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         return {}
@@ -214,6 +223,16 @@ def _check_space(passes: Sequence["_Pass"], frozen: FrozenModel, run: Run) -> No
     free = free_bytes(root)
     run.display.say(f"{about}: {_megabytes(new)} to compute; {_megabytes(free)} are free")
     with run.setting_up():
+        # Other sources or versions may compute something else.
+        for one in passes if run.main else ():
+            before = one.files.of_other_sources()
+            if before is not None and one.bytes == one.files.outputs.bytes:
+                why = "; ".join(changes(before, one.files.parts["sources"]))
+                run.display.say(
+                    f"{frozen.role}: its outputs are computed again, because the stored ones are "
+                    f"of other code ({why})"
+                )
+                break
         if new > free:
             raise BadInput(
                 f"{frozen.role}: its outputs need {_megabytes(new)}, and {root} has "

@@ -1,8 +1,10 @@
 """The source of the user's code: is it that of an earlier start, and the same on all hosts?"""
 
 import inspect
+import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -14,6 +16,7 @@ from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store
 from oneloop.recipe.class_paths import CHOICES, resolve, source
 from oneloop.recipe.schema import Recipe
+from oneloop.run.environment import versions
 from oneloop.run.saved_forms import FORMS
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
@@ -35,6 +38,35 @@ def sources(task: type) -> dict[str, str]:
         with suppress(OSError):
             found[f"the module {name}"] = xxh3_64_hexdigest(Path(file).read_bytes())
     return found
+
+
+def sources_of_model(task: object, modules: Iterable[object]) -> dict[str, str]:
+    """Return what identifies the code of a model: checksums of sources, versions of packages.
+
+    The sources are those of the classes of task and modules, and of the modules of :func:`sources`
+    whose names they mention. An installed package, also oneloop, counts by its version.
+
+    Args:
+        task: an instance.
+        modules: all modules of the model; empty: a teacher, whose classes only the task knows.
+    """
+    own = {name.removeprefix("the module "): one for name, one in sources(type(task)).items()}
+    found: dict[str, str] = {}
+    names = ["torch", "transformers"]  # what loads a teacher
+    for part in (task, *modules):
+        for kind in type(part).__mro__:
+            names.append(kind.__module__)
+            if kind.__module__ == "__main__" and "__main__" not in own:  # a notebook
+                found[kind.__name__] = source_of(kind).get("checksum", "")
+
+    # Follow the names. A file counts by its own name: a script is another module when imported.
+    for name in names:  # grows
+        if name in own and name.partition(".")[0] != "oneloop":
+            file = Path(str(sys.modules[name].__file__))
+            found[file.name] = found.get(file.name, "") + own.pop(name)
+            words = re.findall(r"\w+", file.read_text("latin-1"))
+            names += [other for other in sorted(own) if other.rpartition(".")[2] in words]
+    return found | versions(sorted({name.partition(".")[0] for name in names}))
 
 
 def another_file(recipe: Recipe, run: Path) -> str:

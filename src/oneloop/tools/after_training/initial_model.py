@@ -8,6 +8,7 @@ from torch import nn
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.model import build_model
 from oneloop.launch.processes import Run
+from oneloop.recipe.class_paths import CHOICES
 from oneloop.run.frozen_pass import compute_frozen
 from oneloop.tools.after_training.trained_model import Trained
 
@@ -44,6 +45,9 @@ def initial_model(of: Trained, run: Run) -> nn.Module:
     """
     machine = replace(of.recipe.machine, compile="none", recompute="none", offload=False)
     recipe = replace(of.recipe, machine=machine)
+    if recipe.task.name in CHOICES["task"]:
+        # The trained weights needed no others, but these may begin with those of a base model.
+        vars(of.task)["pretrained"] = recipe.task.options.get("pretrained")
     try:
         built = build_model(
             recipe, of.task, BatchLayout(1, 1), sharded=run.sharded, device=run.device.type
