@@ -23,6 +23,7 @@ from oneloop.checkpoint.resume import RunState
 from worlds import run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.optimizer_tensors",
     "oneloop.checkpoint.optimizer_trial",
     "oneloop.checkpoint.optimizer_values",
     "oneloop.checkpoint.resume",
@@ -137,10 +138,10 @@ ON_SHARDS = {
     odd.GrowingDefault: "",
     odd.HonestAdamW: "",
     odd.SavedLateCounter: "",
-    odd.LocalLARS: "LocalLARS depend on shards: ten steps on shards end",
-    odd.LocalMomentum: "LocalMomentum depend on shards: its optimizer.0.weight.m differ",
-    odd.LocalCounter: "LocalCounter depend on shards: its groups differ between the ranks",
-    odd.SGLD: "those on whole tensors, because it draws random numbers in step();",
+    odd.LocalLARS: "LocalLARS depend on the shards of parameters: ten steps on shards end",
+    odd.LocalMomentum: "of parameters: its optimizer.0.weight.m differ between the ranks",
+    odd.LocalCounter: "LocalCounter depend on the shards of parameters: its groups differ",
+    odd.SGLD: "those on whole tensors; it draws random numbers in step();",
     partial(Prodigy, lr=1.0): "Prodigy cannot update shards",
 }
 

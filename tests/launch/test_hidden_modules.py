@@ -40,11 +40,15 @@ class Task:
 
 
 @pytest.mark.parametrize(
-    "words", [["numbers.py:Task"], ["r.yaml"], ["digits", "--task=numbers.py:Task"]]
+    "words",
+    [
+        ["numbers.py:Task"],
+        ["digits", "--task=numbers.py:Task"],
+        ["digits", "--optimizer.name", "numbers.py:Task"],
+    ],
 )
 def test_a_task_file_that_hides_a_module_of_python_is_named(tmp_path, words):
     (tmp_path / "numbers.py").write_text(TASK)
-    (tmp_path / "r.yaml").write_text("task: {name: 'numbers.py:Task'}\n")
     done = subprocess.run(
         [sys.executable, "-m", "oneloop.train", *words],
         cwd=tmp_path,
@@ -56,18 +60,6 @@ def test_a_task_file_that_hides_a_module_of_python_is_named(tmp_path, words):
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "hides the module 'numbers' of Python itself; give it another name" in done.stderr
-
-
-def test_only_files_of_classes_are_meant(tmp_path, monkeypatch):
-    """A file of data may have any name."""
-    from oneloop.launch.hidden_modules import _files
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "r.yaml").write_text("task:\n  name: a.py:Task\n  data: queue.py\nname: 'b.py:X'\n")
-    words = ["gpt", "--task.data", "queue.py", "--optimizer.name", "c.py:Opt", "--task.name=d.py"]
-    assert _files(words) == ["c.py", "d.py"]
-    assert _files(["r.yaml", "--task.data=random.py"]) == ["a.py", "b.py"]
-    assert _files(["e.py", "--schedule.name", "f.py:rate"]) == ["e.py", "f.py"]
 
 
 def test_a_class_without_a_name_in_its_module_is_named():

@@ -14,6 +14,7 @@ from zoo import ZOO
 from zoo_outcomes import COMMON, PATIENCE, Runs, outcome, table
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.loaded_step",
     "oneloop.job.preflight",
     "oneloop.loop.gradients",
     "oneloop.loop.step_checks",

@@ -201,8 +201,8 @@ def _compare_shards(
         sharded.train(1, _STEPS)
     except Exception as error:
         raise ValueError(
-            f"{kind} cannot update shards ({type(error).__name__}: {one_line(error)}); "
-            f"{_UNDER_FSDP2}"
+            f"{kind} cannot update shards, and {_UNDER_FSDP2} ({type(error).__name__}: "
+            f"{one_line(error)})"
         ) from error
 
     # Compare the weights.
@@ -223,10 +223,13 @@ def _compare_shards(
     dist.all_gather_object(reports, own)
     for name in own:
         if not found and any(report[name] != own[name] for report in reports):
-            found = f"its {name} differ between the ranks after ten steps"
+            found = f"its {name} differ between the ranks"
     if found:
-        draws = ", because it draws random numbers in step()" if whole.drew else ""
-        raise ValueError(f"the updates of {kind} depend on shards: {found}{draws}; {_UNDER_FSDP2}")
+        draws = "; it draws random numbers in step()" if whole.drew else ""
+        raise ValueError(
+            f"the updates of {kind} depend on the shards of parameters: {found}{draws}; "
+            f"{_UNDER_FSDP2}"
+        )
 
 
 def of_kind(optimizer: Optimizer, model: nn.Module) -> Optimizer:

@@ -9,7 +9,7 @@ negligible.
 
 import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,8 +45,7 @@ class SeededSamples(Dataset[Any]):
     batch again with seeds, and seeds every later sample. torch is always seeded (about 1 us),
     because draws inside ``torch.random.fork_rng()`` cannot be detected.
 
-    A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that
-    both ways agree.
+    A set with ``__getitems__`` loads whole batches if it draws nothing.
 
     Args:
         dataset: a map-style data set.
@@ -63,14 +62,10 @@ class SeededSamples(Dataset[Any]):
         self._worker = 0  # this process, in that list
         self._draws = False  # whether the set has drawn from Python's or numpy's generator
 
-        # whether ``__getitems__`` is used; None: not checked yet
-        self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
-
         # Whether the set leaves out samples by raising SkipSample; the reasons of the last batch.
         self.skips = bool(getattr(dataset, "skips", False))
         self.skipped: list[tuple[int, str]] = []
-        if self.skips:
-            self._together = False
+        self._together = hasattr(dataset, "__getitems__") and not self.skips
 
         # the epoch of the last sample, and the part of its key that depends on the epoch only
         self._epoch = -1
@@ -136,8 +131,6 @@ class SeededSamples(Dataset[Any]):
         # Seed torch only, and check afterwards whether another generator was used. For one sample,
         # seeding all of them costs no more than this check.
         if not self._draws and len(places) > 1:
-            if self._together is None:
-                self._together = self._same_together(places)
             seed_others(0)
             if self._together:
                 samples = self._load_together(places)
@@ -193,13 +186,6 @@ class SeededSamples(Dataset[Any]):
         if not torch.equal(torch.default_generator.get_state(), before):
             return None
         return samples
-
-    def _same_together(self, places: Sequence[Place]) -> bool:
-        """Return whether ``__getitems__`` returns the same samples as one call for each."""
-        single = [self[place][1] for place in places]
-        self._seed_torch(places[0])
-        together = self.dataset.__getitems__([index for _, index in places])
-        return _equal(single, list(together))
 
     def _seed_torch(self, place: Place) -> int:
         """Seed torch with the key of (seed, epoch, index) and return the key."""
@@ -277,23 +263,3 @@ UNTOUCHED = next_draws(*_SEEDED)
 """the next draws after ``seed_others(0)``"""
 UNTOUCHED_AGAIN = next_draws(*_SEEDED)
 """the draws after these"""
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two samples are equal, recursively; False if they cannot be compared."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, np.ndarray):
-        return np.array_equal(a, b)
-    if isinstance(a, Mapping):
-        if a.keys() != b.keys():
-            return False
-        return all(_equal(a[name], b[name]) for name in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    try:
-        return bool(a == b)
-    except Exception:
-        return False

@@ -74,7 +74,6 @@ class State(RunState):
             forms=forms_with([ema.name for ema in emas]),
             say=run.display.say,
         )
-
         self._let_saves_overlap(run, model, seen, sync=recipe.save.sync)
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
