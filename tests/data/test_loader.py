@@ -553,7 +553,7 @@ def test_a_position_beyond_the_trained_ones_is_rejected_in_a_loop():
         list(group)
         an_optimizer().step()
         with pytest.raises(ValueError, match="position 4 is beyond the 3 groups"):
-            made.position = 2
+            made.position = 4
         break
 
 

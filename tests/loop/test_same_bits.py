@@ -479,6 +479,7 @@ def test_other_versions_are_reported():
         "trained": "",
         "precision": "",
         "rates": [],
+        "follows": None,
         "recipe": {"task": {"data": ""}},
     }
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
@@ -542,7 +543,7 @@ def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
         (["verify", "--same", "one"], "arguments are required: RUN"),
         (["verify", "--same", "one", "two"], "one holds no run"),
         (["verify", "--same", "plain", "plain"], "no hashes in metrics.jsonl"),
-        (["verify", "--same", "odd", "plain"], "no hashes in metrics.jsonl"),
+        (["verify", "--same", "odd", "plain"], "odd/metrics.jsonl has a damaged line"),
         (["worth", "digits", "--batch.grain", "8"], "batch.grain forbids; remove it"),
     ],
 )

@@ -298,26 +298,6 @@ def test_evaluations_after_a_run_see_the_same_images(tmp_path):
     )
 
 
-def test_a_run_from_before_these_keys_continues(tmp_path):
-    words = ["digits", *SHORT, "--run.dir", "run"]
-    run(train, words, folder=tmp_path).ok()
-    weights, _ = ended(tmp_path / "run")
-    back_to(tmp_path / "run", 4)
-    file = tmp_path / "run" / "recipe.yaml"
-    recipe = yaml.safe_load(file.read_text())
-    new = ("crop_max", "crop_ratio", "trivialaugment", "color_jitter", "repeats", "interpolation")
-    for key in (*new, "test_crop", "test_interpolation"):
-        del recipe["task"][key]
-    file.write_text(yaml.safe_dump(recipe))
-    changed = run(train, [*words, "--task.repeats", "2"], folder=tmp_path)
-    assert changed.codes == [2] and "task.repeats: None -> 2" in changed.output, changed.output
-    resumed = run(train, words, folder=tmp_path)
-    resumed.ok()
-    assert "differs from the newest checkpoint" not in resumed.output
-    for name, tensor in ended(tmp_path / "run")[0].items():
-        assert torch.equal(tensor, weights[name]), name
-
-
 def test_another_batch_size_must_not_part_the_copies(tmp_path):
     words = ["digits", "--task.repeats", "4", "--track", "none", "--run.dir", "run"]
     words += ["--eval.every", "0", "--run.accept_changes", "true"]

@@ -199,7 +199,7 @@ def describe(
     tokens = None
     if job.collate.sample_weight is not None and job.unit == "tokens":
         tokens = samples * job.collate.sample_weight
-    state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, own=[])
+    state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, tried=True)
     once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
 
     return Plan(
