@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-import schedulefree
 import torch
 
+from oneloop.checkpoint.optimizer_trial import Tried
+from oneloop.job.build import build_job
 from oneloop.optim import optimizers
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.optim.optimizers import adamw, build, set_lr, sgd, try_optimizer
+from oneloop.optim.optimizers import adamw, build, set_lr, sgd
 from oneloop.optim.parameter_groups import freeze
+from oneloop.recipe.parse import recipe
 from tiny import three_layers
 
 pytestmark = pytest.mark.covers(
@@ -65,18 +69,28 @@ class WithNumbers(torch.optim.SGD):
                 self.state[parameter]["seen"] = {"steps": [1, 2], "rate": 0.5}
 
 
+def tried(name: str, **options: Any) -> Tried:
+    """Return the result of the trial of a recipe's optimizer."""
+    made = recipe("digits", optimizer={"name": name, "clip": 0.0, **options})
+    return build_job(made, ranks=1).tried
+
+
 @pytest.mark.parametrize(
-    ("make", "options", "expected"),
+    ("name", "options", "expected"),
     [
-        (torch.optim.LBFGS, {}, "closure.*; choose another optimizer$"),
-        (torch.optim.AdamW, {"betas": (2.0, 0.9)}, "Invalid beta.*; correct its options$"),
-        (schedulefree.AdamWScheduleFree, {}, "keeps two sets of weights.*with RunState"),
+        ("torch.optim.LBFGS", {"weight_decay": 0.0}, "closure.*; choose another optimizer$"),
+        ("torch.optim.AdamW", {"betas": (2.0, 0.9)}, "Invalid beta.*; correct its options$"),
+        ("schedulefree.AdamWScheduleFree", {}, "keeps two sets of weights.*with RunState"),
     ],
 )
-def test_what_cannot_be_trained_is_named_before_the_run(make, options, expected):
+def test_what_cannot_be_trained_is_named_before_the_run(name, options, expected):
     with pytest.raises(ValueError, match=expected):
-        try_optimizer(make, "own", options)
-    assert try_optimizer(WithNumbers, "own", {}) == 0.0
+        tried(name, **options)
+
+
+def test_the_size_of_the_state_is_measured():
+    assert tried("adamw").share == 2.0
+    assert tried("test_optimizers.WithNumbers", weight_decay=0.0).share == 0.0
 
 
 def frozen_model() -> torch.nn.Sequential:

@@ -4,13 +4,15 @@
 """
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
@@ -36,11 +39,17 @@ _UNDER_FSDP2 = (
 _ROUNDING = 1e-9  # relative difference between shards and whole tensors in float64
 
 
-class Tried(NamedTuple):
+class NotTried(Exception):
+    """An optimizer cannot train a small model; its cause is the error."""
+
+
+@dataclass(frozen=True)
+class Tried:
     """What a trial has found out."""
 
-    notes: Sequence[str] = ()  # why the optimizer could not be tried
+    share: float = 2.0  # elements of optimizer state per parameter, approximately; 2: as Adam
     draws_others: bool = False  # whether a step draws from Python's or numpy's generator
+    notes: Sequence[str] = ()  # why the optimizer could not be tried
 
 
 class _Toy:
@@ -48,12 +57,18 @@ class _Toy:
 
     Args:
         make: builds the optimizer of a model.
-        like: a parameter of the real model, with its device and sharding.
+        like: a parameter of the real model, with its device.
         sharded: whether to shard the toy as that parameter; one shard is smaller, and one is empty.
+        closure: whether a step gets a closure if it needs one.
     """
 
     def __init__(
-        self, make: Callable[[nn.Module], Optimizer], like: Tensor, *, sharded: bool = False
+        self,
+        make: Callable[[nn.Module], Optimizer],
+        like: Tensor,
+        *,
+        sharded: bool = False,
+        closure: bool = False,
     ) -> None:
         self._device = like.device
         self._like = like if sharded and isinstance(like, DTensor) else None
@@ -68,9 +83,9 @@ class _Toy:
         # Optimizers that keep two sets of weights must be told which one is trained.
         getattr(self.optimizer, "train", lambda: None)()
         # Some need a closure that returns the loss.
-        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        needed = inspect.signature(self.optimizer.step).parameters.get("closure")
         self._closures: list[Callable[[], float]] = []
-        if closure is not None and closure.default is closure.empty:
+        if closure and needed is not None and needed.default is needed.empty:
             self._closures = [float]
         self.drew = False
         self.draws_others = False
@@ -111,16 +126,23 @@ def _whole(parameter: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
+@contextmanager
+def _generators_restored(device: torch.device) -> Iterator[None]:
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(states, device)
+
+
 def try_optimizer(
     make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None = None
 ) -> Tried:
-    """Make ten steps on a toy model, continue them from a checkpoint, and repeat them on shards.
-
-    Collective for a DTensor: call on every rank.
+    """Make ten steps on a toy model, and repeat the last five from a checkpoint.
 
     Args:
         make: builds the optimizer of a model.
-        like: a parameter of the real model, with its device and sharding.
+        like: a tensor on the device to try it on.
         scheduled: names of entries of parameter groups that a loop sets before each step; None:
             a checkpoint holds all entries.
 
@@ -128,57 +150,61 @@ def try_optimizer(
         What it has found out.
 
     Raises:
-        ValueError: a checkpoint cannot hold its state, the steps after a load are others, or the
-            steps under FSDP2 are others.
+        NotTried: the optimizer cannot be built, or cannot update the toy model.
+        ValueError: a checkpoint cannot hold its state, or the steps after a load are others.
     """
-    states = random_states(like.device)
-    try:
-        return _tried(make, like, scheduled)
-    finally:
-        set_random_states(states, like.device)
-
-
-def _tried(
-    make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None
-) -> Tried:
-    # Train one toy without a stop, and save it after half of its steps.
-    try:
-        toy = _Toy(make, like)
-        settings = None if scheduled is None else settings_of(toy.optimizer, scheduled)
-        toy.train(1, _SAVED)
-    except Exception as error:
-        why = (
-            "an optimizer was not tried on a small model, so whether a resume is exact is not "
-            f"known ({type(error).__name__}: {one_line(error)})"
+    with _generators_restored(like.device):
+        # Train one toy without a stop, and save it after half of its steps.
+        try:
+            toy = _Toy(make, like, closure=scheduled is None)
+            settings = None if scheduled is None else settings_of(toy.optimizer, scheduled)
+            toy.train(1, _SAVED)
+        except BadInput:
+            raise
+        except Exception as error:
+            raise NotTried(
+                "an optimizer was not tried on a small model, so whether a resume is exact is not "
+                f"known ({type(error).__name__}: {one_line(error)})"
+            ) from error
+        alone = SimpleNamespace(
+            process_index=0, local_process_index=0, num_processes=1, device=like.device
         )
-        return Tried([why])
-    kind = type(plain_optimizer(toy.optimizer)).__name__
-    alone = SimpleNamespace(
-        process_index=0, local_process_index=0, num_processes=1, device=like.device
-    )
-    with TemporaryDirectory() as folder:
-        checkpoints = Checkpoints(
-            Path(folder), cast(Accelerator, alone), settings=settings, sync=True, max_failures=0
-        )
-        checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
-        expected = toy.train(_SAVED + 1, _STEPS)
+        with TemporaryDirectory() as folder:
+            checkpoints = Checkpoints(
+                Path(folder), cast(Accelerator, alone), settings=settings, sync=True, max_failures=0
+            )
+            checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
+            expected = toy.train(_SAVED + 1, _STEPS)
 
-        # Train another one from the checkpoint.
-        resumed = _Toy(make, like)
-        path = checkpoints.store.sealed()[-1]
-        checkpoints.load(path, resumed.model, resumed.optimizer)
-    seen = resumed.train(_SAVED + 1, _STEPS)
+            # Train another one from the checkpoint.
+            resumed = _Toy(make, like, closure=scheduled is None)
+            path = checkpoints.store.sealed()[-1]
+            checkpoints.load(path, resumed.model, resumed.optimizer)
+        seen = resumed.train(_SAVED + 1, _STEPS)
+
     pairs = zip(seen, expected, strict=True)
     if not all(torch.equal(as_bits(one), as_bits(other)) for one, other in pairs):
         names = _other_attributes(toy.optimizer, resumed.optimizer)
         raise ValueError(
-            f"{kind} has state that a checkpoint does not hold{names}: in a trial on a small model "
-            "the steps after a resume are others; keep state in param_groups or in "
+            f"{_kind(toy)} has state that a checkpoint does not hold{names}: in a trial on a small "
+            "model the steps after a resume are others; keep state in param_groups or in "
             "state[parameter], or return it from state_dict() and take it in load_state_dict()"
         )
-    if isinstance(like, DTensor):
-        _compare_shards(make, like, toy, kind)
-    return Tried(draws_others=toy.draws_others)
+    return Tried(_share(toy), toy.draws_others)
+
+
+def _share(toy: _Toy) -> float:
+    """Return the elements of the state per parameter, without numbers such as the step."""
+    elements = 0
+    for state in toy.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and value.ndim:
+                elements += value.numel()
+    return elements / sum(parameter.numel() for parameter in toy.model.parameters())
+
+
+def _kind(toy: _Toy) -> str:
+    return type(plain_optimizer(toy.optimizer)).__name__
 
 
 def _other_attributes(one: Optimizer, other: Optimizer) -> str:
@@ -192,18 +218,29 @@ def _other_attributes(one: Optimizer, other: Optimizer) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def _compare_shards(
-    make: Callable[[nn.Module], Optimizer], like: Tensor, whole: _Toy, kind: str
-) -> None:
-    """Raise ValueError if the steps on shards are not those on whole tensors."""
-    sharded = _Toy(make, like, sharded=True)
-    try:
-        sharded.train(1, _STEPS)
-    except Exception as error:
-        raise ValueError(
-            f"{kind} cannot update shards, and {_UNDER_FSDP2} ({type(error).__name__}: "
-            f"{one_line(error)})"
-        ) from error
+def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
+    """Make ten steps on the shards of a toy model, as FSDP2 does, and on the whole model.
+
+    Collective: call on every rank.
+
+    Args:
+        make: builds the optimizer of a model.
+        like: a parameter of the real model, with its device and sharding.
+
+    Raises:
+        ValueError: the steps on shards are others.
+    """
+    with _generators_restored(like.device):
+        whole = _Toy(make, like)
+        whole.train(1, _STEPS)
+        sharded = _Toy(make, like, sharded=True)
+        try:
+            sharded.train(1, _STEPS)
+        except Exception as error:
+            raise ValueError(
+                f"{_kind(sharded)} cannot update shards, and {_UNDER_FSDP2} "
+                f"({type(error).__name__}: {one_line(error)})"
+            ) from error
 
     # Compare the weights.
     found = ""
@@ -227,7 +264,7 @@ def _compare_shards(
     if found:
         draws = "; it draws random numbers in step()" if whole.drew else ""
         raise ValueError(
-            f"the updates of {kind} depend on the shards of parameters: {found}{draws}; "
+            f"the updates of {_kind(whole)} depend on the shards of parameters: {found}{draws}; "
             f"{_UNDER_FSDP2}"
         )
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
@@ -28,7 +29,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
-from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer
+from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
@@ -132,9 +133,15 @@ class RunState:
 
         # Try the optimizers on a small model.
         for _, one in () if tried else optimizers_of(optimizer):
+            make = partial(of_kind, one)
             like = next(self.model.parameters())
-            for note in try_optimizer(partial(of_kind, one), like).notes:
-                say(note)
+            try:
+                try_optimizer(make, like)
+            except NotTried as error:
+                say(str(error))
+                continue
+            if isinstance(like, DTensor):
+                try_shards(make, like)
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the tensors of all EMAs, by their names in a checkpoint."""

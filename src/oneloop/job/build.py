@@ -17,7 +17,7 @@ from oneloop.ema import Decay, gamma
 from oneloop.job.apple_gpu import reject_training
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
-from oneloop.job.optimizer import optimizer_of
+from oneloop.job.optimizer import Tried, optimizer_of
 from oneloop.job.task import (
     larger_is_better,
     make_task,
@@ -75,7 +75,7 @@ class Job:
     built: BuiltModel
     # builds the recipe's optimizer for a prepared model
     make_optimizer: Callable[[nn.Module], Optimizer]
-    optimizer_share: float  # bytes of optimizer state per byte of parameters, approximately
+    tried: Tried  # what a trial of the optimizer on a small model has found out
     emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
     layout: BatchLayout
     order: Ordered
@@ -205,7 +205,8 @@ def build_job(
         reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     reject_skips(task, opened, built.model)
-    make_optimizer, share = optimizer_of(recipe, built)
+    rate = rate_of(recipe, scale, total)
+    make_optimizer, tried = optimizer_of(recipe, built, rate)
     return Job(
         recipe=recipe,
         task=task,
@@ -213,13 +214,13 @@ def build_job(
         eval_sets=eval_sets,
         built=built,
         make_optimizer=make_optimizer,
-        optimizer_share=share,
+        tried=tried,
         emas=emas,
         layout=layout,
         order=order,
         collate=collate,
         intervals=_intervals(recipe, scale, total),
-        rate=rate_of(recipe, scale, total),
+        rate=rate,
         upward=upward,
         no_noise_scale=_no_noise_scale(recipe, task, order, layout, sharded=sharded),
     )

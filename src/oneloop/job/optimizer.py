@@ -1,44 +1,64 @@
 """The optimizer of a recipe."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.checkpoint.optimizer_trial import NotTried, Tried, try_optimizer
 from oneloop.job.model import BuiltModel
 from oneloop.launch.agreement import where
-from oneloop.optim.optimizers import build, try_optimizer
+from oneloop.optim.optimizers import build, muon
+from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
 
+__all__ = ["Tried", "optimizer_of"]
+
 
 def optimizer_of(
-    recipe: Recipe, built: BuiltModel
-) -> tuple[Callable[[nn.Module], Optimizer], float]:
-    """Return what builds the recipe's optimizer for a prepared model, after a trial.
+    recipe: Recipe, built: BuiltModel, rate: LearningRate
+) -> tuple[Callable[[nn.Module], Optimizer], Tried]:
+    """Return what builds the recipe's optimizer for a prepared model, and the result of its trial.
 
-    Also return the bytes of its state per byte of parameters, approximately. Raise ValueError if
-    the optimizer cannot be used.
+    Raise ValueError if the optimizer cannot be used.
     """
     config = recipe.optimizer
-    share = try_optimizer(resolve("optimizer", config.name), config.name, config.options)
-    return partial(_make_optimizer, recipe, built), share
-
-
-def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
-    config = recipe.optimizer
+    kind = resolve("optimizer", config.name)
+    make = partial(
+        build,
+        kind,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        options=config.options,
+        settings=built.settings,
+        elementwise=recipe.batch.grain is not None,
+    )
     try:
-        return build(
-            resolve("optimizer", config.name),
-            model,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            options=config.options,
-            settings=built.settings,
-            elementwise=recipe.batch.grain is not None,
-        )
-    except Exception as error:
+        tried = try_optimizer(make, torch.zeros(()), rate.scheduled)
+    except NotTried as error:
+        # One that works with its own model only may not know a small one.
+        if "model" in inspect.signature(kind).parameters and kind is not muon:
+            return partial(_make, make, config.name), Tried(notes=[str(error)])
+        given = "".join(f" {key}={value!r}" for key, value in config.options.items())
+        why = str(error.__cause__)
+        advice = "correct its options"
+        if "closure" in why:
+            why += (
+                " (it needs a closure that computes the loss again, and the loop computes it once)"
+            )
+            advice = "choose another optimizer"
         raise ValueError(
-            f"optimizer.name {config.name} cannot be built: {error}{where(error)}"
+            f"optimizer.name {config.name}{given} cannot be used: {why}; {advice}"
         ) from error
+    return partial(_make, make, config.name), tried
+
+
+def _make(make: Callable[[nn.Module], Optimizer], name: str, model: nn.Module) -> Optimizer:
+    try:
+        return make(model)
+    except Exception as error:
+        raise ValueError(f"optimizer.name {name} cannot be built: {error}{where(error)}") from error

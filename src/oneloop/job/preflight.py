@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checkpoint.optimizer_trial import try_optimizer
+from oneloop.checkpoint.optimizer_trial import try_shards
 from oneloop.checkpoint.weights import bare
 from oneloop.data.sample_reader import SampleReader
 from oneloop.job.build import Job
@@ -44,11 +44,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     Raises:
         BadInput: the task is wrong.
     """
-    # Try the optimizer on a small model.
     model = bare(model)
-    like = next(model.parameters())
-    tried = try_optimizer(job.make_optimizer, like, job.rate.scheduled)
-
+    if run.sharded:
+        try_shards(job.make_optimizer, next(model.parameters()))
     contract = Contract(job.task)
     if run.accelerator.scaler is not None:
         reject_half_parameters(model)
@@ -72,8 +70,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
                 graph = check_evaluation(contract, job, run, model, samples, notes, before)
                 again, wrong = load_samples(reader, TRAINED, 1)
                 seen = check_training(contract, job, run, model, samples, again, wrong)
-                seen.others.drawn |= tried.draws_others
-                return replace(seen, graph=graph, notes=[*notes, *tried.notes])
+                seen.others.drawn |= job.tried.draws_others
+                return replace(seen, graph=graph, notes=[*notes, *job.tried.notes])
         except BadInput as error:
             if run.sharded and isinstance(error.__cause__, RuntimeError):
                 raise BadInput(

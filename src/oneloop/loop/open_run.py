@@ -112,7 +112,7 @@ def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
     # Estimate the bytes still to write. Under FSDP2, the estimate is collective. In a temporary
     # folder of an address, checkpoints are not kept.
     recipe = job.recipe
-    once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
+    once, each = state.size(job.tried.share, getattr(job.task, "origin", None))
     temporary = is_address(recipe.run.dir)
     if temporary:
         each = 0

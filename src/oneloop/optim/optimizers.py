@@ -95,52 +95,6 @@ def build(
     return optimizer
 
 
-def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
-    """Make one step with the optimizer on a matrix and a vector, to find errors early.
-
-    Args:
-        make: a function of this file, or an optimizer class.
-        name: of the optimizer, for messages.
-        options: keyword arguments of ``make``.
-
-    Returns:
-        approximate bytes of optimizer state per byte of parameters.
-
-    Raises:
-        ValueError: an argument is out of range, or the optimizer needs a closure.
-    """
-    if "model" in inspect.signature(make).parameters and make is not muon:
-        return 2.0  # it works with its own model only; assume the state of Adam
-
-    # Make one step. All errors become one message, which names the options.
-    toy = nn.Linear(2, 2)
-    for parameter in toy.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    try:
-        optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
-        optimizer.step()
-    except BadInput:
-        raise
-    except Exception as error:
-        given = "".join(f" {key}={value!r}" for key, value in options.items())
-        why = str(error)
-        advice = "correct its options"
-        if "closure" in why:
-            why += (
-                " (it needs a closure that computes the loss again, and the loop computes it once)"
-            )
-            advice = "choose another optimizer"
-        raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; {advice}") from error
-
-    # Count the elements of the state, without numbers such as the step.
-    elements = 0
-    for state in optimizer.state.values():
-        for value in state.values():
-            if torch.is_tensor(value) and value.ndim:
-                elements += value.numel()
-    return elements / sum(parameter.numel() for parameter in toy.parameters())
-
-
 def _fused(groups: Groups) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)

@@ -200,7 +200,7 @@ def describe(
     if job.collate.sample_weight is not None and job.unit == "tokens":
         tokens = samples * job.collate.sample_weight
     state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, tried=True)
-    once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
+    once, each = state.size(job.tried.share, getattr(job.task, "origin", None))
 
     return Plan(
         processes=run.ranks,
