@@ -627,6 +627,7 @@ def test_the_code_of_a_model_is_its_sources_and_versions(tmp_path, monkeypatch):
     about = tmp_path / "transformers-99.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 99.0\n")
+    importlib.invalidate_caches()  # the folder's time may be that of the last look
     assert code(())["transformers"] == "99.0"
     for name in names:
         del sys.modules[name]

@@ -286,6 +286,7 @@ BUFFER = """    def model(self):
         model.register_buffer('odd', {0})
         return model"""
 
+NO_DECAY = ("--optimizer.weight_decay", "0")
 START = {
     "betas above 1": Case(
         ("optimizer.name adamw betas=(2.0, 0.9)",), words=("--optimizer.betas", "[2.0,0.9]")
@@ -297,9 +298,10 @@ START = {
     "muon's betas above 1": Case(
         ("muon", "betas"), words=("--optimizer.name", "muon", "--optimizer.betas", "[0.9,2.0]")
     ),
-    "LBFGS": Case(("LBFGS", "closure"), words=("--optimizer.name", "torch.optim.LBFGS")),
+    "LBFGS": Case(("LBFGS", "closure"), words=("--optimizer.name", "torch.optim.LBFGS", *NO_DECAY)),
     "SparseAdam": Case(
-        ("SparseAdam", "dense gradients"), words=("--optimizer.name", "torch.optim.SparseAdam")
+        ("SparseAdam", "dense gradients"),
+        words=("--optimizer.name", "torch.optim.SparseAdam", *NO_DECAY),
     ),
     "all frozen": Case(
         ("Mine.model returned a model with 4 parameters of which none is trained",), FROZEN

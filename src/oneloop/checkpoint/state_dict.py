@@ -2,8 +2,9 @@
 
 The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers
 load them. Names are of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``,
-``ema.<name>.<parameter>``, ``rank.<number>.<buffer>`` (buffers that each rank saves). No pickle. If
-there are several models, a parameter or buffer is called ``<model>.<name>`` (not in an EMA).
+``ema.<name>.<parameter>``, ``rank.<number>.<buffer>`` (buffers that each rank saves), and
+``optimizer..<optimizer><path>`` (tensors of an optimizer that belong to no parameter). No pickle.
+If there are several models, a parameter or buffer is called ``<model>.<name>`` (not in an EMA).
 """
 
 import warnings
