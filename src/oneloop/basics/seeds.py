@@ -98,6 +98,16 @@ def set_random_states(states: Sequence[Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(_state(states[2]), device)
 
 
+@contextmanager
+def restored_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of torch, Python and numpy (and of the device) on exit."""
+    states = random_states(device)
+    try:
+        yield
+    finally:
+        set_random_states(states, device)
+
+
 def has_drawn(before: Sequence[Any], device: torch.device) -> bool:
     """Whether random numbers were drawn since the states ``before``."""
     return before != random_states(device)

@@ -4,8 +4,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.basics.optimizer_tensors import optimizer_tensors
-from oneloop.basics.seeds import random_states, reseed, set_random_states
+from oneloop.basics.seeds import random_states, reseed, restored_generators
 from oneloop.basics.tensor_hash import as_bits
 from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
@@ -126,15 +125,6 @@ def _whole(parameter: Tensor) -> Tensor:
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-@contextmanager
-def _generators_restored(device: torch.device) -> Iterator[None]:
-    states = random_states(device)
-    try:
-        yield
-    finally:
-        set_random_states(states, device)
-
-
 def try_optimizer(
     make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None = None
 ) -> Tried:
@@ -153,7 +143,7 @@ def try_optimizer(
         NotTried: the optimizer cannot be built, or cannot update the toy model.
         ValueError: a checkpoint cannot hold its state, or the steps after a load are others.
     """
-    with _generators_restored(like.device):
+    with restored_generators(like.device):
         # Train one toy without a stop, and save it after half of its steps.
         try:
             toy = _Toy(make, like, closure=scheduled is None)
@@ -230,7 +220,7 @@ def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
     Raises:
         ValueError: the steps on shards are others.
     """
-    with _generators_restored(like.device):
+    with restored_generators(like.device):
         whole = _Toy(make, like)
         whole.train(1, _STEPS)
         sharded = _Toy(make, like, sharded=True)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import has_drawn, random_states, set_random_states
+from oneloop.basics.seeds import has_drawn, random_states, restored_generators
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
@@ -136,15 +136,13 @@ def all_restored(
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients (None), buffers and random states on exit."""
-    states = random_states(device)
     try:
-        with restored_buffers(model):
+        with restored_generators(device), restored_buffers(model):
             yield
     finally:
         reshard(model)
         for parameter in model.parameters():
             parameter.grad = None
-        set_random_states(states, device)
 
 
 @contextmanager
