@@ -13,11 +13,12 @@ import schedulefree
 import torch
 from accelerate import Accelerator
 from prodigyopt import Prodigy
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, AdamW
 
 import odd_optimizers as odd
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer
+from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.optimizer_values import settings_of
 from oneloop.checkpoint.resume import RunState
 from worlds import run
@@ -43,6 +44,7 @@ CONTINUED = [
 NOT_HELD = {
     odd.CountingAdamW: r"CountingAdamW has state that a checkpoint does not hold \(k\)",
     odd.LateCounter: r"LateCounter has state that a checkpoint does not hold \(k\)",
+    odd.Around: r"the state_dict\(\) of Around holds state of parameters that its own state lacks",
     odd.Hidden: "Hidden has state that a checkpoint does not hold: in a trial",
     odd.Global: "the state of Global has the entry 'all', which is not a parameter",
     odd.History: "History keeps old, which contains a Tensor",
@@ -65,8 +67,12 @@ def resumed(folder: Path, kind: Any, accelerator: Any, prepare: Any) -> float:
         settings = None
         if not hasattr(optimizer, "train"):
             settings = settings_of(optimizer, ["lr"])
+            like = next(net.parameters())
+            try_optimizer(partial(of_kind, optimizer), like, ["lr"])
+            if isinstance(like, DTensor):
+                try_shards(partial(of_kind, optimizer), like, ["lr"])
         checkpoints = Checkpoints(folder / str(stop), accelerator, sync=True, settings=settings)
-        state = RunState(net, optimizer, parts={})
+        state = RunState(net, optimizer, parts={}, tried=settings is not None)
         torch.manual_seed(1)
         odd.train(net, optimizer, 1, 6)
         if stop:
@@ -135,6 +141,7 @@ def test_what_cannot_be_tried_is_reported():
 UNDER_FSDP2 = "under FSDP2 each rank sees its shard only: use elementwise updates, or DTensor's"
 ON_SHARDS = {
     odd.LARS: "",
+    odd.WithSetting: "",
     odd.GrowingDefault: "",
     odd.HonestAdamW: "",
     odd.SavedLateCounter: "",
@@ -142,7 +149,7 @@ ON_SHARDS = {
     odd.LocalMomentum: "of parameters: its optimizer.0.weight.m differ between the ranks",
     odd.LocalCounter: "LocalCounter depend on the shards of parameters: its groups differ",
     odd.SGLD: "those on whole tensors; it draws random numbers in step();",
-    partial(Prodigy, lr=1.0): "Prodigy cannot update shards",
+    partial(Prodigy, lr=1.0): "Prodigy cannot update float64 shards of unequal size",
 }
 
 

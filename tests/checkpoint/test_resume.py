@@ -276,7 +276,7 @@ def test_what_may_change_and_what_not(tmp_path, recipe, finished):
         [*words, "--batch.micro", "4", "--log.every", "5"],
         [*words, "--optimizer.lr", "0.5"],
         [*words, "--duration", "33"],
-        [*words, "--duration", "33", "--run.accept_changes"],
+        [*words, "--duration", "33", "--optimizer.weight_decay", "0.5", "--run.accept_changes"],
         [*words, "--run.resume", "never"],
         endless,
         [*endless, "--duration", "40"],
@@ -285,7 +285,9 @@ def test_what_may_change_and_what_not(tmp_path, recipe, finished):
     assert changed.code == 2 and "optimizer.lr: 0.001 -> 0.5" in changed.output
     # its cosine would end elsewhere
     assert longer.code == 2 and "duration: '30' -> '33'" in longer.output
+    # Two parameter groups in place of one: all their entries come from the recipe.
     assert accepted.code == 0, accepted.output
+    assert "accepted: optimizer.weight_decay: 0.0 -> 0.5" in accepted.output
     assert "resuming from a/checkpoints/step-00000030" in accepted.output
     assert never.code == 2 and "run.resume is never" in never.output
     assert (first.code, second.code) == (0, 0), first.output + second.output
@@ -309,8 +311,11 @@ def test_state_among_the_settings_of_an_optimizer_continues_and_the_settings_do_
     for copy in ("same", "decay"):
         cut(tmp_path / "alone", tmp_path / copy, 6)
     decayed = [*words, "decay", "--optimizer.weight_decay", "0.5", "--run.accept_changes"]
-    for ended in in_turn(tmp_path, [*words, "same"], decayed):
-        assert ended.code == 0, ended.output
+    other = [*words, "other", "--optimizer.name", "adamw", "--run.accept_changes"]
+    cut(tmp_path / "alone", tmp_path / "other", 6)
+    again, changed, rejected = in_turn(tmp_path, [*words, "same"], decayed, other)
+    assert (again.code, changed.code) == (0, 0), again.output + changed.output
+    assert rejected.code == 2 and "has the state of GrowingDefault, but AdamW" in rejected.output
     same(tmp_path / "alone", tmp_path / "same")
 
     # Another weight decay takes effect, and the optimizer's own state is that of the run.

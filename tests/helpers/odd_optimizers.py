@@ -146,6 +146,23 @@ class Lookahead(Simple):
                 one.copy_(slow.lerp_(one, 0.5))
 
 
+class Around(Simple):
+    """An optimizer around another one, whose state_dict it passes on, as timm's Lookahead."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        self.inner = SGD(self.param_groups, lr=lr, momentum=0.9)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
 _calls = [0]
 
 
@@ -185,6 +202,13 @@ class LARS(Simple):
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class WithSetting(LARS):
+    """A setting that no file can hold."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr, kind=torch.float32)
 
 
 class LocalLARS(Simple):

@@ -59,6 +59,13 @@ def test_the_learning_rate_follows_the_batch():
     )
 
 
+class TensorRate(torch.optim.SGD):
+    """Reads its learning rate on the device, as those of torchao."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, lr=torch.tensor(lr))
+
+
 class WithNumbers(torch.optim.SGD):
     """Keeps numbers, which a checkpoint can store."""
 
@@ -81,6 +88,7 @@ def tried(name: str, **options: Any) -> Tried:
         ("torch.optim.LBFGS", {"weight_decay": 0.0}, "closure.*; choose another optimizer$"),
         ("torch.optim.AdamW", {"betas": (2.0, 0.9)}, "Invalid beta.*; correct its options$"),
         ("schedulefree.AdamWScheduleFree", {}, "keeps two sets of weights.*with RunState"),
+        ("test_optimizers.TensorRate", {"weight_decay": 0.0}, "it keeps lr as a tensor"),
     ],
 )
 def test_what_cannot_be_trained_is_named_before_the_run(name, options, expected):

@@ -351,7 +351,7 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
                 )
                 assert (finished is None and messages) or same, (name, bad[:200])
             else:
-                assert finished is not None
+                assert finished is not None, (name, messages)
             detected[name] += bool(messages)
         finally:
             (source / name).write_bytes(content)

@@ -208,7 +208,9 @@ def _other_attributes(one: Optimizer, other: Optimizer) -> str:
     return f" ({', '.join(names)})" if names else ""
 
 
-def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
+def try_shards(
+    make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None = None
+) -> None:
     """Make ten steps on the shards of a toy model, as FSDP2 does, and on the whole model.
 
     Collective: call on every rank.
@@ -216,6 +218,7 @@ def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
     Args:
         make: builds the optimizer of a model.
         like: a parameter of the real model, with its device and sharding.
+        scheduled: as for :func:`try_optimizer`.
 
     Raises:
         ValueError: the steps on shards are others.
@@ -224,12 +227,13 @@ def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
         whole = _Toy(make, like)
         whole.train(1, _STEPS)
         sharded = _Toy(make, like, sharded=True)
+        settings = None if scheduled is None else settings_of(sharded.optimizer, scheduled)
         try:
             sharded.train(1, _STEPS)
         except Exception as error:
             raise ValueError(
-                f"{_kind(sharded)} cannot update shards, and {_UNDER_FSDP2} "
-                f"({type(error).__name__}: {one_line(error)})"
+                f"{_kind(sharded)} cannot update float64 shards of unequal size, of which one may "
+                f"be empty ({type(error).__name__}: {one_line(error)}); {_UNDER_FSDP2}"
             ) from error
 
     # Compare the weights.
@@ -242,7 +246,7 @@ def try_shards(make: Callable[[nn.Module], Optimizer], like: Tensor) -> None:
             found = f"ten steps on shards end {distance:.1e} away from those on whole tensors"
 
     # Compare what is not sharded, of which a checkpoint holds rank 0's.
-    own: dict[str, Any] = optimizer_values(sharded.model, sharded.optimizer)
+    own: dict[str, Any] = optimizer_values(sharded.model, sharded.optimizer, settings=settings)
     for name, tensor in optimizer_tensors(sharded.model, sharded.optimizer).items():
         if not isinstance(tensor, DTensor):
             own[name] = tensor.tolist()

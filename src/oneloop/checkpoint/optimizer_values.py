@@ -89,6 +89,13 @@ def optimizer_values(
         if values:
             parameters[name] = values
     for _, one in optimizers_of(optimizer):
+        # An optimizer around another one may list the state of that one.
+        listed = one.state_dict().get("state", {}).values()
+        if sum(map(len, listed)) != sum(map(len, one.state.values())):
+            raise ValueError(
+                f"the state_dict() of {type(one).__name__} holds state of parameters that its own "
+                "state lacks, and a checkpoint would lose; use another optimizer"
+            )
         for key in one.state:
             if key not in known:
                 raise ValueError(
@@ -116,9 +123,10 @@ def optimizer_values(
             _check_plain(value, key, one)
         if plain["own"]:
             own[owner] = encoded(plain["own"])
-    values = {"parameters": parameters, "groups": groups, "own": own}
+    kinds = kinds_of(optimizer)
+    values = {"parameters": parameters, "groups": groups, "own": own, "kinds": kinds}
     if settings is None:
-        values |= {"kinds": kinds_of(optimizer), "members": members_of(model, optimizer)}
+        values["members"] = members_of(model, optimizer)
     return values
 
 
@@ -189,7 +197,7 @@ def load_values(
         one.state[parameter].update(values["parameters"].get(name, {}))
         if not one.state[parameter]:
             del one.state[parameter]
-    for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
+    for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=False):
         for name, value in _filled(given, tensors, device).items():
             known = group.get(name)
             check_kind(value, known, f"the optimizer's {name}")

@@ -143,17 +143,17 @@ def reject_others(
             "the checkpoint, by the same names"
         )
 
-    # Compare the number of groups.
+    # Compare the number of groups, unless all their entries come from the recipe.
     if optimizer is None or values is None:
         return
     saved = len(values["groups"])
     own = len(groups_of(optimizer))
-    if saved != own:
+    if saved != own and any(values["groups"]):
         raise ValueError(
             f"{folder} has {saved} parameter groups, but {own} are given; create the same groups"
         )
     kinds = kinds_of(optimizer)
-    if values.get("kinds", kinds) != kinds:
+    if values["kinds"] != kinds:
         raise ValueError(
             f"{folder} has the state of {', '.join(values['kinds'])}, but {', '.join(kinds)} is "
             "given; create the optimizer that was saved"

@@ -46,7 +46,7 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     """
     model = bare(model)
     if run.sharded:
-        try_shards(job.make_optimizer, next(model.parameters()))
+        try_shards(job.make_optimizer, next(model.parameters()), job.rate.scheduled)
     contract = Contract(job.task)
     if run.accelerator.scaler is not None:
         reject_half_parameters(model)

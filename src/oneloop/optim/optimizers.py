@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -90,6 +90,10 @@ def build(
     # As a default, checkpoints do not store it as an option.
     optimizer.defaults.setdefault(LR_FACTOR, 1.0)
     for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            raise ValueError(
+                "it keeps lr as a tensor in its parameter groups, and the loop sets a number"
+            )
         own_factor = float(group["lr"]) / lr if lr else 1.0
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * own_factor
     return optimizer

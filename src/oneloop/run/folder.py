@@ -157,6 +157,7 @@ class Folder:
                     f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
                     "checkpoint's recipe"
                 )
+                old = kept
                 changed = []
         if changed and not accept_changes and not extends:
             raise BadInput(
