@@ -147,33 +147,34 @@ def kill_the_owner(address: str) -> None:
 # After its first checkpoint, training waits until the test continues it, or kills it.
 WAITS = """
     own_loss = loss
+    progress = None
 
     def loss(self, model, batch):
-        saved = os.path.exists("RUN/checkpoints/step-00000005")
+        saved = self.progress is not None and self.progress.step >= 5
         while saved and not os.path.exists("goes on"):
             time.sleep(0.02)
         return self.own_loss(model, batch)
 """
 
 
-def waiting(folder: Path, run_folder: str) -> Path:
-    """Lay the task that waits after the first checkpoint of this run folder."""
+def waiting(folder: Path) -> Path:
+    """Lay the task that waits after the first checkpoint."""
     stores.lay(folder)
     with (folder / "small.py").open("a") as file:
-        file.write(WAITS.replace("RUN", run_folder))
+        file.write(WAITS)
     return folder
 
 
 def test_the_disk_is_lost_after_the_first_checkpoint(tmp_path, s3, whole):
     address, own = "s3://bucket/first", "runs/bucket/first"
-    folder = waiting(tmp_path / "lost", own)
+    folder = waiting(tmp_path / "lost")
     killer = threading.Thread(target=kill_the_owner, args=[address])
     killer.start()
     lost = stores.trained(folder, "--run.dir", address, *SHORT, variables=s3)
     killer.join()
     assert lost.codes == [-signal.SIGKILL], lost.output
     shutil.rmtree(folder)
-    (waiting(folder, own) / "goes on").touch()
+    (waiting(folder) / "goes on").touch()
     again = stores.trained(folder, "--run.dir", address, *SHORT, variables=s3)
     again.ok()
     assert "resuming from s3://" in again.output, again.output
@@ -275,7 +276,7 @@ def test_a_copy_of_a_run_folder(tmp_path, whole):
 
 def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp_path, s3, whole):
     """Also: no file of the run folder and of the mirror, and no output, holds a secret."""
-    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), waiting(tmp_path / "one", "run")
+    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), waiting(tmp_path / "one")
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1"}
     words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", *SHORT]
     words += ["--watch.quiet", "false"]
