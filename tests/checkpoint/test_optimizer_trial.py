@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, AdamW
 
 import odd_optimizers as odd
+from oneloop.basics.seeds import random_states
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.optimizer_values import settings_of
-from oneloop.checkpoint.resume import RunState
+from oneloop.checkpoint.resume import RunState, _restore_generators
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -180,6 +182,21 @@ def test_generators_continue(tmp_path):
     accelerator = Accelerator(cpu=True)
     expected, found = redrawn(tmp_path, accelerator, accelerator.prepare)
     assert found == expected
+
+
+def test_generators_of_another_device_begin_anew():
+    """A checkpoint of a GPU has the states of its generator, too."""
+    cpu = torch.device("cpu")
+    of_a_gpu = [*random_states(cpu), "00" * 16]
+    here = SimpleNamespace(ranks=1, rank=0, device=cpu)
+    said: list[str] = []
+    torch.manual_seed(5)
+    _restore_generators([of_a_gpu], here, 3, said.append)
+    begun = draws()
+    torch.manual_seed(5)
+    _restore_generators([of_a_gpu], here, 3, said.append)
+    assert draws() == begun
+    assert "of 1 processes, and there are 1 on cpu: they are seeded by seed" in said[0]
 
 
 def on_two_ranks(folder: str) -> dict[str, Any]:

@@ -521,6 +521,16 @@ def test_fresh_adapters_share_a_store_and_trained_ones_do_not(base, tmp_path, la
 # --- other data
 
 
+def expected_pairs(base: Path, folder: Path) -> list[Any]:
+    """Return what a plain loop computes for the new pairs, with the final weights of a run."""
+    plain = Plain(base, "dpo", (), "padded")
+    weights = load_file(folder / "final" / "model.safetensors")
+    plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
+    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
+    with torch.no_grad():
+        return [plain.pair(pairs.pair(number)) for number in range(7)]
+
+
 @pytest.mark.slow
 def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
     shutil.copytree(first / "run", tmp_path / "run")
@@ -542,12 +552,7 @@ def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
     whole = json.loads(line)
 
     # A plain loop over the same rows.
-    plain = Plain(base, "dpo", (), "padded")
-    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
-    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
-    with torch.no_grad():
-        wanted = [plain.pair(pairs.pair(number)) for number in range(7)]
+    wanted = expected_pairs(base, tmp_path / "run")
     each = [json.loads(line) for line in (tmp_path / "each.jsonl").read_text().splitlines()]
     for name in wanted[0]:
         values = [float(one[name]) for one in wanted]
@@ -568,12 +573,7 @@ def test_new_pairs_of_the_packaged_task_need_the_weights_of_its_model(
     shutil.copy(base / "new.jsonl", tmp_path / "new.jsonl")
     (tmp_path / "log").mkdir()
 
-    plain = Plain(base, "dpo", (), "padded")
-    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
-    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
-    with torch.no_grad():
-        wanted = [plain.pair(pairs.pair(number)) for number in range(7)]
+    wanted = expected_pairs(base, tmp_path / "run")
 
     given = ("run", "--data", "new.jsonl")
     world = applied(tmp_path, layout, "evaluate", *given, "--json")

@@ -71,7 +71,7 @@ def writing(what: object, remedy: str, *, only_full: bool = False) -> Iterator[N
     try:
         yield
     except OSError as error:
-        # Other classes than Python's have a message of their own.
+        # Errors of other packages, such as those of buckets, have their own messages.
         if type(error).__module__ != "builtins" or (only_full and error.errno not in FULL):
             raise
         why = error.strerror or error

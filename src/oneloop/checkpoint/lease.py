@@ -135,7 +135,7 @@ def take(
             bucket.remove(_name(newest - 1))
             return Lease(bucket, newest + 1, own)
 
-        # Look again a little later. The wait for another owner is no hang.
+        # Look again a little later. The wait for another owner does not count as a hang.
         BEATS.beat()
         if seen is None:
             say(

@@ -69,6 +69,7 @@ class _Toy:
         sharded: bool = False,
         closure: bool = False,
     ) -> None:
+        # Build the model, the same each time. With n ranks, n + 1 rows make unequal shards.
         self._device = like.device
         self._like = like if sharded and isinstance(like, DTensor) else None
         ranks = like.device_mesh.size() if isinstance(like, DTensor) else 1
@@ -78,10 +79,12 @@ class _Toy:
         for layer in layers:
             for name, parameter in [*layer.named_parameters()]:
                 setattr(layer, name, nn.Parameter(self._sharded(parameter.detach())))
+
+        # Build the optimizer. One with two sets of weights trains them in train mode.
         self.optimizer = make(self.model)
-        # Optimizers that keep two sets of weights must be told which one is trained.
         getattr(self.optimizer, "train", lambda: None)()
-        # Some need a closure that returns the loss.
+
+        # Some optimizers need a closure that returns the loss.
         needed = inspect.signature(self.optimizer.step).parameters.get("closure")
         self._closures: list[Callable[[], float]] = []
         if closure and needed is not None and needed.default is needed.empty:
@@ -94,9 +97,10 @@ class _Toy:
             return tensor
         from torch.distributed.tensor import distribute_tensor
 
-        mesh = self._like.device_mesh
         # Each rank has the whole tensor: nothing is sent.
-        return distribute_tensor(tensor, mesh, self._like.placements, src_data_rank=None)
+        return distribute_tensor(
+            tensor, self._like.device_mesh, self._like.placements, src_data_rank=None
+        )
 
     def train(self, first: int, last: int) -> list[Tensor]:
         """Make the steps from ``first`` to ``last``; return all parameters after each of them."""
@@ -166,7 +170,7 @@ def try_optimizer(
             checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
             expected = toy.train(_SAVED + 1, _STEPS)
 
-            # Train another one from the checkpoint.
+            # Train a second toy from the checkpoint.
             resumed = _Toy(make, like, closure=scheduled is None)
             path = checkpoints.store.sealed()[-1]
             checkpoints.load(path, resumed.model, resumed.optimizer)
@@ -202,8 +206,7 @@ def _other_attributes(one: Optimizer, other: Optimizer) -> str:
     names = []
     there = vars(plain_optimizer(other))
     for name, value in vars(plain_optimizer(one)).items():
-        is_plain = isinstance(value, bool | int | float | str)
-        if is_plain and there.get(name) != value:
+        if isinstance(value, bool | int | float | str) and there.get(name) != value:
             names.append(name)
     return f" ({', '.join(names)})" if names else ""
 

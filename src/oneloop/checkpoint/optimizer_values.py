@@ -123,8 +123,8 @@ def optimizer_values(
             _check_plain(value, key, one)
         if plain["own"]:
             own[owner] = encoded(plain["own"])
-    kinds = kinds_of(optimizer)
-    values = {"parameters": parameters, "groups": groups, "own": own, "kinds": kinds}
+    values = {"parameters": parameters, "groups": groups, "own": own}
+    values["kinds"] = kinds_of(optimizer)
     if settings is None:
         values["members"] = members_of(model, optimizer)
     return values

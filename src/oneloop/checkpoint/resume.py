@@ -324,16 +324,18 @@ def _restore_generators(
     states: Sequence[Any], checkpoints: Checkpoints, step: int | None, say: Callable[[str], None]
 ) -> None:
     """Restore the states of this rank's random generators."""
+    # Another kind of device has other generators, too.
+    device = checkpoints.device
     ranks = len(states)
-    if ranks == checkpoints.ranks:
-        set_random_states(states[checkpoints.rank], checkpoints.device)
+    own = states[checkpoints.rank] if ranks == checkpoints.ranks else ()
+    if len(own) == len(random_states(device)):
+        set_random_states(own, device)
         return
-    numbers = (torch.initial_seed(), step or 0, checkpoints.rank)
-    reseed(checkpoints.device, *numbers, others=True)
+    reseed(device, torch.initial_seed(), step or 0, checkpoints.rank, others=True)
     say(
         f"the checkpoint has the random generators of {ranks} processes, and there are "
-        f"{checkpoints.ranks}: they are seeded by seed, step and rank, so dropout draws other "
-        "numbers than in a run without a stop"
+        f"{checkpoints.ranks} on {device.type}: they are seeded by seed, step and rank, so dropout "
+        "draws other numbers than in a run without a stop"
     )
 
 

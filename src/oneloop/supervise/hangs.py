@@ -35,7 +35,7 @@ class RankStatus:
 
     @property
     def waits_for_data(self) -> bool:
-        """Whether storage may be slow, which is no hang of a rank."""
+        """Whether storage may be slow, which does not count as a hang."""
         return bool(self.reads) and self.silent <= _SILENT
 
 
