@@ -222,7 +222,23 @@ FILES = {
     ),
     "none.py": (
         "class Net: pass\n",
-        r"has no class with model\(\) and loss\(\); name the class: none.py:MyTask",
+        r"no class with model\(\) and loss\(\) or batch_loss\(\); name the class: none.py:MyTask",
+    ),
+    "whole_batch.py": (
+        (
+            "class Own:\n    def model(self): ...\n    def embed(self, model, batch): ...\n"
+            "    def batch_loss(self, parts, columns): ...\n"
+        ),
+        "whole_batch.py:Own",
+    ),
+    "assigned.py": (
+        "def loss(self, m, b): ...\nclass Own:\n    def model(self): ...\n    loss = loss\n",
+        "assigned.py:Own",
+    ),
+    "module.py": ("from oneloop.tasks import sft\nclass Mine(sft.SFT): pass\n", "module.py:Mine"),
+    "package.py": (
+        "import oneloop.tasks.sft\nclass A(oneloop.tasks.sft.SFT): ...\n",
+        "package.py:A",
     ),
 }
 

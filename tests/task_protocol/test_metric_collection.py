@@ -30,6 +30,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.metric_collection",
 )
 
+NEITHER = "neither logged nor drawn; wrap it in torchmetrics' ClasswiseWrapper, or average it"
 QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
 
 
@@ -151,9 +152,9 @@ def test_values_that_are_not_logged_are_reported():
         metrics[name].update(torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))
     metrics["each"].update(torch.zeros(5))
     known = Collection(metrics)
-    assert known.left_out() == ["the metric 'each' has 5 values: neither logged nor drawn"]
+    assert known.left_out() == [f"the metric 'each' has 5 values: {NEITHER}"]
     assert not_logged({**known.compute(), "cube": torch.zeros(3, 3, 3)}) == [
-        "the metric 'cube' has 3 x 3 x 3 values: neither logged nor drawn",
+        f"the metric 'cube' has 3 x 3 x 3 values: {NEITHER}",
     ]
     drawn = matrices(object(), known.compute())
     assert list(drawn) == ["first", "labels", "second"]
@@ -164,7 +165,7 @@ def test_a_value_that_is_not_logged_is_printed_at_the_start(tmp_path, capfd):
     keys = {"duration": 2, "batch": {"size": 16}, "track": [], "machine": {"workers": 0}}
     found = fit(Measured, run={"dir": str(tmp_path / "run")}, **keys)
     said = capfd.readouterr().out
-    assert "the metric 'each' has" in said and "neither logged nor drawn" in said
+    assert "the metric 'each' has" in said and NEITHER in said
     assert "eval/each" not in found and found["eval/m"] == 20.0
 
 
@@ -206,7 +207,7 @@ def test_own_metrics_may_be_plain_and_several_values_are_reported():
     assert scalars(Own(np.float32(2.0)).compute()) == {"x": 2.0}
     computed = Own(np.array([1.0, 2.0])).compute()
     assert scalars(computed) == {}
-    assert not_logged(computed) == ["the metric 'x' has 2 values: neither logged nor drawn"]
+    assert not_logged(computed) == [f"the metric 'x' has 2 values: {NEITHER}"]
 
 
 # --- which direction is better ---

@@ -351,23 +351,31 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 
 
 def odd(to: str) -> int:
-    """Write columns whose types change between rows."""
+    """Write columns whose types change between rows, an empty column, and paths."""
     from oneloop.launch.processes import start
     from oneloop.tools.after_training.prediction import write
 
     world = start()
     each = 9 // world.ranks
     own_rows = (
-        {"row": [x], "maybe": [None if x < 4 else f"{x}"], "many": [[0.5] * (x % 3)]}
+        {
+            "row": [x],
+            "maybe": [None if x < 4 else f"{x}"],
+            "empty": [None],
+            "file": [Path("images", f"{x}.png")],
+            "many": [[0.5] * (x % 3)],
+        }
         for x in range(world.rank * each, (world.rank + 1) * each)
     )
     return write(Path(to), own_rows, accelerator=world.accelerator)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_types_are_those_of_all_rows(tmp_path, ranks):
+def test_types_are_those_of_all_rows_and_empty_columns_are_left_out(tmp_path, ranks):
     run(odd, str(tmp_path / "said.parquet"), ranks=ranks).ok()
     rows = parquet.read_table(tmp_path / "said.parquet").to_pylist()
+    assert all([*row] == ["row", "maybe", "file", "many"] for row in rows)
+    assert [row["file"] for row in rows] == [f"images/{x}.png" for x in range(9)]
     assert [row["maybe"] for row in rows] == [None if x < 4 else str(x) for x in range(9)]
     assert [row["many"] for row in rows] == [[0.5] * (x % 3) for x in range(9)]
 

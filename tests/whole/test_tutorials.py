@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pandas
 import pytest
+import torch
 
 import pages
 from pages import blocks
@@ -144,6 +148,33 @@ def test_metrics_of_tabular_data_on_two_processes(houses):
     run(train, words, ranks=2, folder=houses).ok()
     one, two = (summary(houses / "runs" / name) for name in ("houses", "two"))
     assert two["eval/price_error"] == pytest.approx(one["eval/price_error"], rel=1e-4)
+
+
+def test_constant_and_empty_columns_and_dates_of_tabular_data(tmp_path):
+    """In process: the program with two more columns of numbers, and the lines about dates."""
+    program_of_task, dates = blocks_of_tabular()
+    table = pandas.DataFrame({"constant": [2.5] * 40, "empty": [None] * 40})
+    table["sold"] = ["2000-01-31", "2024-03-01", "", "soon"] * 10
+    values: dict[str, Any] = {"pandas": pandas, "table": table}
+    exec(dates, values)
+    assert table["days"][:2].tolist() == [30, 8826] and table["days"][2:4].isna().all()
+    assert table["month"][:2].tolist() == [1, 3]
+
+    # The two columns have no effect, and all outputs are finite.
+    exec(program_of_task, values)
+    values["NUMBERS"][:] = ["constant", "empty", "days"]
+    numbers = torch.tensor(table[values["NUMBERS"]].to_numpy("float32"))
+    net = values["Net"](numbers, torch.ones(40), 1)
+    category = torch.zeros(40, dtype=torch.int64)
+    assert all(output.isfinite().all() for output in net(numbers, category))
+    assert net.std[:2].tolist() == [1.0, 1.0] and net.std[2] > 1000
+
+
+def blocks_of_tabular() -> tuple[str, str]:
+    """Return the program of the task and the lines about dates of the page."""
+    text = (ROOT / "docs" / "how-to" / "tabular.md").read_text()
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return programs[1], programs[2]
 
 
 def test_tabular_data_with_missing_values_and_two_targets(houses, tmp_path):

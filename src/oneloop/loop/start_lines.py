@@ -143,7 +143,7 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
     steps = f"{layout}; {job.steps:,} steps ({recipe.duration}, {samples})"
     every = job.intervals.every["log"]
     if every > 1:
-        steps += f", log lines are means of {every:,}"
+        steps += f", metrics are means of {every:,} (at most one log line per second)"
     yield steps
 
     if not recipe.data.shuffle:

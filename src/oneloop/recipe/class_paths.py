@@ -155,34 +155,48 @@ def _split(group: str, name: str) -> tuple[str, str]:
 def only_task(file: str) -> str:
     """Return ``file.py:Name`` for the only task of a file, which is not imported.
 
-    A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or
-    of oneloop.tasks. Raise BadInput for none or several.
+    A task is a class that defines ``model`` and a loss, itself or in a base class: of the file or
+    of oneloop.tasks. A loss is ``loss``, or ``embed`` with ``batch_loss``. Raise BadInput if the
+    file has no task, or several.
     """
     # Read the file. It is imported later, and only if it is chosen.
     file = file.removesuffix(":")
     tree = _read(Path(file))
 
-    # Find the members of each class: those of its base classes, and its own.
+    # Find the names that stand for packaged tasks, or for their modules.
     packaged = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks."):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks"):
             packaged |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("oneloop.tasks"):
+                    packaged.add(alias.asname or "oneloop")
     packaged.discard("Task")
-    needed = {"model", "loss"}
-    members = dict.fromkeys(packaged, needed)
+
+    # Find the members of each class: those of its base classes, and its own.
+    members = {name: {"model", "loss"} for name in packaged}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            own = set()
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef):
+                    own.add(one.name)
+                elif isinstance(one, ast.Assign):  # loss = a function
+                    own |= set(map(ast.unparse, one.targets))
             for base in node.bases:
-                own |= members.get(ast.unparse(base), set())
+                own |= members.get(ast.unparse(base).partition(".")[0], set())
             members[node.name] = own
 
-    # Choose the classes that have all needed members.
-    names = [name for name in members if name not in packaged and needed <= members[name]]
+    # Choose the classes that have a model and a loss.
+    names = []
+    for name, own in members.items():
+        if name not in packaged and "model" in own and own & {"loss", "batch_loss"}:
+            names.append(name)
     if not names:
         raise BadInput(
-            f"task.name {file!r} has no class with model() and loss(); name the class: "
-            f"{file}:MyTask"
+            f"task.name {file!r} has no class with model() and loss() or batch_loss(); name the "
+            f"class: {file}:MyTask"
         )
     if len(names) > 1:
         raise BadInput(

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from oneloop.basics.wide_sums import wide_dtype
 
+_REMEDY = "wrap it in torchmetrics' ClasswiseWrapper, or average it"
+
 
 class Collection:
     """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks.
@@ -92,7 +94,7 @@ def not_logged(computed: Mapping[str, Any]) -> list[str]:
 
 def _left_out(name: str, value: Tensor) -> str:
     shape = " x ".join(map(str, value.shape))
-    return f"the metric {name!r} has {shape} values: neither logged nor drawn"
+    return f"the metric {name!r} has {shape} values: neither logged nor drawn; {_REMEDY}"
 
 
 def _direction(metric: Any) -> bool | None:
@@ -132,8 +134,7 @@ def _names_of(name: str, metric: Any) -> Sequence[str]:
         return list(empty)
     if isinstance(empty, Tensor) and empty.numel() != 1:
         raise ValueError(
-            f"the metric {name!r} returns {empty.numel()} values without names; wrap it in "
-            "torchmetrics' ClasswiseWrapper, or average it"
+            f"the metric {name!r} returns {empty.numel()} values without names; {_REMEDY}"
         )
     return [name]
 

@@ -8,7 +8,8 @@ A rank predicts its own samples; the file is the same on any number of ranks.
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,8 @@ def _outputs(outputs: Mapping[str, Any], samples: int) -> Columns:
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
     """Write all ranks' columns of :func:`predictions` to one file, equal on any number of ranks.
 
-    Collective: call on every rank; they share the file system. The file is written atomically.
+    Collective: call on every rank; they share the file system. The file is written atomically. A
+    column that has no value in any row is left out.
 
     Args:
         file: .parquet, .jsonl or .csv.
@@ -159,31 +161,38 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
 
     # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
+    filled = set[str]()
     try:
         try:
-            _write_shard(shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
+            filled = _write_shard(
+                shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv"
+            )
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
         # All ranks raise the first error; else every shard is complete.
-        problems: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
-        for found in problems:
+        results: list[tuple[str | None, set[str]]]
+        results = gather_object([(problem, filled)])  # type: ignore[no-untyped-call]
+        for found, columns in results:
             if found:
                 raise ValueError(found)
+            filled |= columns
 
         # Join the shards, in order of rank.
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")))
+                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")), filled)
     finally:
         if rank == 0:
             delete(shards, inside=file.parent)
     return rows
 
 
-def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
+def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> set[str]:
+    """Write the rows of this rank; return the names of the columns that have a value."""
+    filled = set[str]()
     with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
@@ -191,6 +200,8 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> No
                 if flat:
                     _reject_lists(line)
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
+                filled |= {name for name, value in line.items() if value is not None}
+    return filled
 
 
 def _reject_lists(row: Mapping[str, Any]) -> None:
@@ -205,26 +216,31 @@ def _reject_lists(row: Mapping[str, Any]) -> None:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     raise ValueError(
         f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists "
         "of them"
     )
 
 
-def _rows(shards: Iterable[Path]) -> Iterator[dict[str, Any]]:
+def _rows(shards: Iterable[Path], names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all shards, with the columns of these names."""
     for shard in shards:
         with shard.open(encoding="utf-8") as stream:
-            yield from map(json.loads, stream)
+            for line in stream:
+                row = json.loads(line)
+                yield {name: value for name, value in row.items() if name in names}
 
 
-def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
+def _to_parquet(draft: Path, shards: Sequence[Path], names: Collection[str]) -> int:
     """Write row groups of equal size; the schema unifies the types of all rows."""
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
     # Find a schema that all rows fit into.
     schema = None
-    for chunk in _chunks(shards):
+    for chunk in _chunks(shards, names):
         own = Table.from_pylist(chunk).schema
         if schema is not None:
             own = unify_schemas([schema, own], promote_options="permissive")
@@ -233,34 +249,34 @@ def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
     # Read the rows again, and write them.
     rows = 0
     with ParquetWriter(str(draft), schema) as sink:
-        for chunk in _chunks(shards):
+        for chunk in _chunks(shards, names):
             sink.write_table(Table.from_pylist(chunk, schema=schema))
             rows += len(chunk)
     return rows
 
 
-def _chunks(shards: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
-    rows = _rows(shards)
+def _chunks(shards: Sequence[Path], names: Collection[str]) -> Iterator[list[dict[str, Any]]]:
+    rows = _rows(shards, names)
     while chunk := list(islice(rows, _GROUP)):
         yield chunk
 
 
-def _to_lines(draft: Path, shards: Sequence[Path]) -> int:
+def _to_lines(draft: Path, shards: Sequence[Path], names: Collection[str]) -> int:
     rows = 0
     with draft.open("w", encoding="utf-8") as stream:
-        for row in _rows(shards):
+        for row in _rows(shards, names):
             stream.write(dumps(row, ensure_ascii=False) + "\n")
             rows += 1
     return rows
 
 
-def _to_csv(draft: Path, shards: Sequence[Path]) -> int:
-    names = dict.fromkeys(name for row in _rows(shards) for name in row)
+def _to_csv(draft: Path, shards: Sequence[Path], names: Collection[str]) -> int:
+    names = dict.fromkeys(name for row in _rows(shards, names) for name in row)
     rows = 0
     with draft.open("w", encoding="utf-8", newline="") as stream:
         sink = csv.DictWriter(stream, [*names], lineterminator="\n")
         sink.writeheader()
-        for row in _rows(shards):
+        for row in _rows(shards, names):
             sink.writerow(row)
             rows += 1
     return rows
