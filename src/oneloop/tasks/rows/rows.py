@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
-from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
@@ -87,10 +85,15 @@ class Rows(Protocol):
         """
 
 
+# of Parquet, an image set or a mixture; samples that are made of such rows have them, too
+_OF_THE_ROWS = ("about", "announce", "fingerprint", "sources", "traffic", "waits")
+
+
 class Mapped:
     """The samples that ``make`` returns for each row, in order.
 
-    If ``make`` raises, a ValueError names the row's file and number.
+    If ``make`` raises, a ValueError names the row's file and number. Optional members of the rows
+    are members of the samples.
 
     Args:
         rows: the rows.
@@ -134,40 +137,11 @@ class Mapped:
         """Return the order that the rows define, or a permutation."""
         return order_of(self.rows, seed=seed, batch=batch, shuffle=shuffle)
 
-    def announce(self, order: Ordered, layout: BatchLayout, **where: int) -> list[Any]:
-        """Return the plans of the rows; see Parquet. Rows on a disk have none."""
-        if not hasattr(self.rows, "announce"):
-            return []
-        plans: list[Any] = self.rows.announce(order, layout, **where)
-        return plans
-
-    def waits(self) -> str:
-        """Return what the rows wait for, and why; empty if they do not wait long."""
-        return self.rows.waits() if hasattr(self.rows, "waits") else ""
-
-    @property
-    def sources(self) -> dict[str, range]:
-        """Return the range of each data set if the rows are a mixture."""
-        return getattr(self.rows, "sources", {})
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return the fingerprint of the rows; None if they have none."""
-        if not hasattr(self.rows, "fingerprint"):
-            return None
-        fingerprint: dict[str, Any] | None = self.rows.fingerprint()
-        return fingerprint
-
-    @property
-    def traffic(self) -> Traffic:
-        """Return what a row takes from the network."""
-        return traffic_of(self.rows)
-
-    def about(self) -> str | None:
-        """Return how the rows are read, for the log; None if there is nothing to report."""
-        if not hasattr(self.rows, "about"):
-            return None
-        about: str | None = self.rows.about()
-        return about
+    def __getattr__(self, name: str) -> Any:
+        # Only a method that is missing here is looked up; a copy has no rows yet.
+        if name not in _OF_THE_ROWS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.rows, name)
 
 
 DRAWS = 1_000_000
