@@ -53,6 +53,8 @@ class Found(Generic[AnyPath]):
     parts: dict[str, list[AnyPath]]
     others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
     where: str = ""  # path or address, for messages
+    # of images without metadata: the folder of the class, by folder of the image
+    classes: Mapping[AnyPath, AnyPath] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -237,14 +239,19 @@ def parted(
     if kind == "image":
         folders = {Path(file.parent) for file in files}
         described = {folder for folder in folders if metadata_in(folder) is not None}
-    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
-    flat = kind == "image" and all(in_split)
+    flat = kind == "image" and directly_in_splits({file.parent for file in files if file != root})
 
     parts: dict[str, list[AnyPath]] = {}
     for file in files:
         inside = file.parent in described or flat
         split = "" if file == root else split_of(file.relative_to(root), inside)
         parts.setdefault(split, []).append(file)
+
+    # An image beside the class folders belongs to the split in whose folder it is.
+    if kind == "image" and len(parts) > 1:
+        for file in parts.pop("", []):
+            parts.setdefault(_of_image(file.relative_to(root), True), []).append(file)
+        parts = {split: sorted(several) for split, several in parts.items()}
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
         return {"": sorted(files)}
@@ -279,9 +286,27 @@ def _of_rows(path: PurePath, inside: bool) -> str:
     return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
 
 
+def directly_in_splits(folders: Iterable[PurePath]) -> bool:
+    """Return whether each folder of images has the name of a split."""
+    return all(folder.name.lower() in SPLITS for folder in folders)
+
+
 def _of_image(path: PurePath, inside: bool) -> str:
     """Return the split by a folder above the class folder."""
     return _first_split(path.parts[:-1] if inside else path.parts[:-2])
+
+
+def without_split(folders: Sequence[AnyPath], *, innermost: bool) -> list[AnyPath]:
+    """Return the folders of an image without that of its split.
+
+    Args:
+        folders: the outermost first.
+        innermost: whether the innermost folder may be that of the split.
+    """
+    for folder in folders if innermost else folders[:-1]:
+        if _first_split([folder.name]):
+            return [other for other in folders if other != folder]
+    return [*folders]
 
 
 def _first_split(words: Iterable[str]) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oneloop.data.mixture import proportions
+from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.remote.data_sets import check_stream, local_only
 from oneloop.tasks.rows.rows import Row
 
@@ -36,6 +37,8 @@ class Source:
     # indices of rows to leave out, by split before dividing
     unusable: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the log
+    found: Found[Any] | None = None  # its files, if they have been listed
+    known: Sequence[str] = ()  # the classes of a trained model
     # by column: check of a remote row while it is read
     checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
 
