@@ -1,6 +1,6 @@
 """Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
-from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
+from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of, uncached
 from oneloop.tasks.unread_masks import leave_masks_unread
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of transformers' encoders
@@ -210,6 +210,8 @@ class TokenReader:
         ValueError: it has no fast tokenizer, which maps tokens to words.
     """
 
+    options: Mapping[str, bool] = {}  # of each forward of the model
+
     def __init__(
         self,
         name: str,
@@ -332,10 +334,11 @@ class TokenReader:
             config.pad_token_id = self.padding
             config.get_text_config().pad_token_id = self.padding
         leave_masks_unread(model)
+        self.options = uncached(model)
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(**_inputs(batch)).logits  # type: ignore[no-any-return]
+        return model(**_inputs(batch), **self.options).logits  # type: ignore[no-any-return]
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
         return str(self.tokenizer.decode(sample["input_ids"][start:stop]))
