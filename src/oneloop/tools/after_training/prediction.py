@@ -9,6 +9,7 @@ A rank predicts its own samples; the file is the same on any number of ranks.
 import csv
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -159,33 +160,41 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
 
     # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
+    names: dict[str, None] = {}  # of the columns, in order
     try:
         try:
-            _write_shard(shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
+            shard = shards / f"{rank:05d}.jsonl"
+            _write_shard(shard, predicted, names, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
         # All ranks raise the first error; else every shard is complete.
-        problems: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
-        for found in problems:
+        written: list[Any] = gather_object([(problem, names)])  # type: ignore[no-untyped-call]
+        for found, others in written:
             if found:
                 raise ValueError(found)
+            names |= others
 
         # Join the shards, in order of rank.
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")))
+                complete = _Rows(sorted(shards.glob("*.jsonl")), [*names])
+                rows = _SINKS[file.suffix](draft, complete)
     finally:
         if rank == 0:
             delete(shards, inside=file.parent)
     return rows
 
 
-def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
+def _write_shard(
+    shard: Path, predicted: Iterable[Columns], names: dict[str, None], *, flat: bool
+) -> None:
+    """Write rows as lines; ``names`` gets the columns, which may differ between micro-batches."""
     with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
+            names |= dict.fromkeys(columns)
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
                 if flat:
@@ -211,59 +220,66 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _rows(shards: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for shard in shards:
-        with shard.open(encoding="utf-8") as stream:
-            yield from map(json.loads, stream)
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of all shards, each with all columns: a row without a value has None."""
+
+    shards: Sequence[Path]
+    names: Sequence[str]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for shard in self.shards:
+            with shard.open(encoding="utf-8") as stream:
+                for row in map(json.loads, stream):
+                    yield {name: row.get(name) for name in self.names}
 
 
-def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
+def _to_parquet(draft: Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write row groups of equal size; the schema unifies the types of all rows."""
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
     # Find a schema that all rows fit into.
     schema = None
-    for chunk in _chunks(shards):
+    for chunk in _chunks(rows):
         own = Table.from_pylist(chunk).schema
         if schema is not None:
             own = unify_schemas([schema, own], promote_options="permissive")
         schema = own
 
     # Read the rows again, and write them.
-    rows = 0
+    count = 0
     with ParquetWriter(str(draft), schema) as sink:
-        for chunk in _chunks(shards):
+        for chunk in _chunks(rows):
             sink.write_table(Table.from_pylist(chunk, schema=schema))
-            rows += len(chunk)
-    return rows
+            count += len(chunk)
+    return count
 
 
-def _chunks(shards: Sequence[Path]) -> Iterator[list[dict[str, Any]]]:
-    rows = _rows(shards)
-    while chunk := list(islice(rows, _GROUP)):
+def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    stream = iter(rows)
+    while chunk := list(islice(stream, _GROUP)):
         yield chunk
 
 
-def _to_lines(draft: Path, shards: Sequence[Path]) -> int:
-    rows = 0
+def _to_lines(draft: Path, rows: _Rows) -> int:
+    count = 0
     with draft.open("w", encoding="utf-8") as stream:
-        for row in _rows(shards):
+        for row in rows:
             stream.write(dumps(row, ensure_ascii=False) + "\n")
-            rows += 1
-    return rows
+            count += 1
+    return count
 
 
-def _to_csv(draft: Path, shards: Sequence[Path]) -> int:
-    names = dict.fromkeys(name for row in _rows(shards) for name in row)
-    rows = 0
+def _to_csv(draft: Path, rows: _Rows) -> int:
+    count = 0
     with draft.open("w", encoding="utf-8", newline="") as stream:
-        sink = csv.DictWriter(stream, [*names], lineterminator="\n")
+        sink = csv.DictWriter(stream, rows.names, lineterminator="\n")
         sink.writeheader()
-        for row in _rows(shards):
+        for row in rows:
             sink.writerow(row)
-            rows += 1
-    return rows
+            count += 1
+    return count
 
 
 _SINKS = {".parquet": _to_parquet, ".jsonl": _to_lines, ".csv": _to_csv}
