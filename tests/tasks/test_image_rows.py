@@ -186,7 +186,7 @@ def test_images_beside_class_folders_are_rejected_by_name(tmp_path, folders, loo
     assert len(task.samples_of(str(folder), labelled=False)) == 6 * len(folders) + 1
     (folder / "a/empty").mkdir(parents=True, exist_ok=True)
     found = check_data(str(folder))
-    assert found.unusable == [(str(folder / loose), "it is beside the class folders")]
+    assert found.unusable == [(str(folder / loose), "it is next to the class folders")]
 
 
 def test_two_metadata_files_are_rejected(tmp_path):

@@ -17,7 +17,6 @@ from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.token_classification import TokenClassification
 
 pytestmark = pytest.mark.covers(
-    "oneloop.tasks.class_names",
     "oneloop.tasks.image_classification",
     "oneloop.tasks.labels",
     "oneloop.tasks.text_classification",

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,18 +111,15 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
             turned += checked.turned
-        empty = list[str]()
-        loose = list[Path]()
-        if source.found and source.found.kind == "image":
-            empty += map(str, empty_classes(source.found))
-            loose += loose_images(source.found)
+        empty = [*map(str, empty_classes(source.found))]
 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
         findings = FINDINGS.get()
         if findings is not None:
             findings.rows += count
             findings.unusable += bad
-            findings.unusable += [(str(file), "it is beside the class folders") for file in loose]
+            for file in loose_images(source.found):
+                findings.unusable.append((str(file), "it is next to the class folders"))
             findings.converted += converted
             findings.empty += empty
         elif bad and skipped is None:

@@ -2,6 +2,8 @@
 
 import math
 import re
+import reprlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +13,6 @@ from torch import Tensor
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
-from oneloop.tasks.class_names import Spellings, classes_listed, name_of
 from oneloop.tasks.columns import checked_values, columns_of, element_type, wrong_type
 from oneloop.tasks.rows.image_rows import composed
 from oneloop.tasks.rows.open_data import Source
@@ -65,11 +66,11 @@ def classes_of(
                 "before; write all files with the same list of classes"
             )
         values = checked_values(source, rows, column, labels=True)
-        found = {name_of(kind, value) for value in values}
+        found = {_name(kind, value) for value in values}
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
-    spellings = Spellings([*sorted(trained), *sorted(set().union(*seen.values()))])
+    spellings = _Spellings([*sorted(trained), *sorted(set().union(*seen.values()))])
     sources[0].notes += spellings.notes(sources, key)
 
     # Every label must be trained.
@@ -85,7 +86,10 @@ def classes_of(
 
     # Number the classes.
     names = _sorted_classes(trained, [*kinds.values()])
-    sources[0].notes.append(classes_listed(names, sources, key, kinds))
+    origins = [source.origin(key, kinds.get(source.name)) for source in sources]
+    sources[0].notes.append(
+        f"{len(names):,} classes: {reprlib.repr(names)}, from {' and '.join(origins)}"
+    )
     if len(names) < 2:
         raise ValueError(
             f"{sources[0].where}: {sources[0].columns[key]!r} holds one class "
@@ -93,6 +97,68 @@ def classes_of(
         )
     numbers = {composed(name): index for index, name in enumerate(names)}
     return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
+
+
+class _Spellings:
+    """The names of classes. Names that Unicode composes to the same text are one class.
+
+    macOS decomposes the names of files: ``é`` is ``e`` and an accent. A class has the composed name
+    if it is spelled in several ways, and else the name that it has in the data.
+
+    Args:
+        labels: the labels of all splits; those of the training split first.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._names: dict[str, str] = {}  # of the class, by composed label
+        self.merged: dict[str, None] = {}  # composed labels of several spellings
+        for label in labels:
+            form = composed(label)
+            if self._names.setdefault(form, label) != label:
+                self._names[form] = form
+                self.merged[form] = None
+
+    def name(self, label: str) -> str:
+        """Return the name of the class of a label."""
+        return self._names[composed(label)]
+
+    def notes(self, sources: Sequence[Source], key: str) -> list[str]:
+        """Return lines about classes of several spellings, and about names that look alike.
+
+        Args:
+            sources: the data sets.
+            key: task key of the label column.
+        """
+        notes = []
+        if self.merged:
+            notes.append(
+                f"classes that are spelled in several Unicode forms are one class: "
+                f"{', '.join(self.merged)}"
+            )
+        alike: dict[str, list[str]] = {}
+        for form in self._names:
+            alike.setdefault("".join(form.split()).casefold(), []).append(form)
+        similar = {name for names in alike.values() if len(names) > 1 for name in names}
+        if similar:
+            counts = _counts(sources, key, similar)
+            shown = ", ".join(f"{name!r}{counts.get(name, '')}" for name in sorted(similar))
+            notes.append(f"classes whose names differ only by blanks or case: {shown}")
+        return notes
+
+
+def _counts(sources: Sequence[Source], key: str, names: set[str]) -> dict[str, str]:
+    """Return how often these labels occur, in all splits; nothing for remote rows."""
+    counts = Counter[str]()
+    for _, _, rows, column in columns_of(sources, key):
+        if is_remote(rows):
+            return {}
+        kind = element_type(rows.types[column]) or rows.types[column]
+        for array in rows.values(column):
+            labels = array if element_type(rows.types[column]) is None else array.flatten()
+            for entry in labels.value_counts().to_pylist():
+                if entry["values"] is not None:
+                    counts[composed(_name(kind, entry["values"]))] += entry["counts"]
+    return {name: f" ({count:,} rows)" for name, count in counts.items()}
 
 
 def are_shares(sources: Sequence[Source]) -> bool:
@@ -139,9 +205,7 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
             f"{sources[0].where}: {sources[0].columns['label']!r} holds one class; at least two "
             "are needed"
         )
-    names = list(map(str, range(classes)))
-    sources[0].notes.append(classes_listed(names, sources, "label", {}))
-    return names
+    return list(map(str, range(classes)))
 
 
 def _check_shares(column: str, classes: int, row: Row) -> None:
@@ -198,7 +262,7 @@ def numbers_of(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
         values = checked_values(source, rows, column, labels=True, known=True)
-        found = {composed(name_of(kind, value)) for value in values}
+        found = {composed(_name(kind, value)) for value in values}
         unknown = sorted(found - set(map(composed, classes)))
         if unknown:
             raise ValueError(
@@ -209,7 +273,7 @@ def numbers_of(
 
 
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
-    name = name_of(kind, value)
+    name = _name(kind, value)
     try:
         return number[composed(name)]
     except KeyError:
@@ -316,6 +380,11 @@ def _is_label(kind: Any) -> bool:
         return False
     dtype = str(getattr(kind, "dtype", ""))
     return dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
+
+
+def _name(kind: Any, value: Any) -> str:
+    """Return the class name of a label; ``ClassLabel`` stores its number."""
+    return str(kind.names[value]) if hasattr(kind, "names") else str(value)
 
 
 def _unlabelled(rows: Any, column: str, kind: Any) -> bool:

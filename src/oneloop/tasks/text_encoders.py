@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
-from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of, uncached
+from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 from oneloop.tasks.unread_masks import leave_masks_unread
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of transformers' encoders
@@ -334,7 +335,9 @@ class TokenReader:
             config.pad_token_id = self.padding
             config.get_text_config().pad_token_id = self.padding
         leave_masks_unread(model)
-        self.options = uncached(model)
+        # The recomputation of a block would add its keys and values again.
+        if "use_cache" in signature(model.forward).parameters:
+            self.options = {"use_cache": False}
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

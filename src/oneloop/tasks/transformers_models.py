@@ -5,9 +5,7 @@ Only safetensors are loaded. If the classes differ, the head is new.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from inspect import signature
+from collections.abc import Iterable, Sequence
 from itertools import filterfalse
 from pathlib import Path
 from typing import Any
@@ -52,6 +50,8 @@ def auto_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # otherwise every rank shows a bar
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_load_report)
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
     try:
@@ -64,21 +64,22 @@ def auto_model(
             )
             return model, []
         options.setdefault("dtype", torch.float32)
-        with _without_load_report():
-            model, info = auto_class.from_pretrained(
-                path,
-                config=config,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **options,
-            )
+        model, info = auto_class.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(
             f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
         ) from error
+    finally:
+        logger.removeFilter(_is_no_load_report)
 
     # Some versions of transformers list the shapes next to the name.
     mismatched = set()
@@ -88,30 +89,13 @@ def auto_model(
     return model.train(), notes
 
 
-@contextmanager
-def _without_load_report() -> Iterator[None]:
-    """Leave out transformers' table of new and unused weights, which the lines for the log name."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_load_report)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_no_load_report)
-
-
 def _is_no_load_report(record: logging.LogRecord) -> bool:
-    """Return whether to log a record; an error in a conversion of weights refers to the table."""
+    """Return whether a record is not the table of new and unused weights, which notes name.
+
+    An error in a conversion of weights refers to the table, which is then logged.
+    """
     message = record.getMessage()
     return "LOAD REPORT" not in message or "CONVERSION" in message
-
-
-def uncached(model: nn.Module) -> dict[str, bool]:
-    """Return the option with which a model does not keep the keys and values of its attention.
-
-    The recomputation of a block would add them twice.
-    """
-    accepts = "use_cache" in signature(model.forward).parameters
-    return {"use_cache": False} if accepts else {}
 
 
 def _labels(classes: Sequence[str] | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
-from oneloop.tasks.rows.cache import alone, below, content_of, key_of, numbers_key
+from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
 from oneloop.tasks.rows.rows import FINDINGS, Row
@@ -108,12 +108,8 @@ def _table(
         described += metadata_of(found)
     content = content_of(described, found.root)
     # Results for labels that are not the names of the images' own folders are cached separately.
-    labels = {}
-    for folder, its_class in found.classes.items():
-        if folder.name != its_class.name:
-            labels[below(folder, found.root)] = its_class.name
-    if labels:
-        content["classes"] = key_of(labels)
+    if found.regrouped:
+        content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None

@@ -65,6 +65,12 @@ class Found(Generic[AnyPath]):
         return [f"{self.where or self.root}: files that are not read: {kinds}"]
 
     @property
+    def regrouped(self) -> dict[str, str]:
+        """Return the name of the class, by folder of images that has another name."""
+        pairs = self.classes.items()
+        return {below(one, self.root): its.name for one, its in pairs if one.name != its.name}
+
+    @property
     def files(self) -> list[AnyPath]:
         """Return the files of all splits, sorted."""
         return sorted(file for split in self.parts.values() for file in split)
@@ -235,23 +241,20 @@ def parted(
     split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
 
     # Find images without a folder per class: they have metadata, or are directly in their split.
+    # If others have a folder in their split, these images are rejected when their class is read.
     described = set[PurePath]()
     if kind == "image":
         folders = {Path(file.parent) for file in files}
         described = {folder for folder in folders if metadata_in(folder) is not None}
-    flat = kind == "image" and directly_in_splits({file.parent for file in files if file != root})
+    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
+    deep = (file != root and _of_image(file.relative_to(root), False) for file in files)
+    flat = kind == "image" and (all(in_split) or any(deep))
 
     parts: dict[str, list[AnyPath]] = {}
     for file in files:
         inside = file.parent in described or flat
         split = "" if file == root else split_of(file.relative_to(root), inside)
         parts.setdefault(split, []).append(file)
-
-    # An image beside the class folders belongs to the split in whose folder it is.
-    if kind == "image" and len(parts) > 1:
-        for file in parts.pop("", []):
-            parts.setdefault(_of_image(file.relative_to(root), True), []).append(file)
-        parts = {split: sorted(several) for split, several in parts.items()}
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
         return {"": sorted(files)}
@@ -278,6 +281,11 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
+def is_split(names: Iterable[str], split: str) -> bool:
+    """Return whether all names are those of this split, if there is one."""
+    return bool(split) and all(_first_split([name]) == split for name in names)
+
+
 def _of_rows(path: PurePath, inside: bool) -> str:
     """Return the split by a folder at any depth or a word of the file name.
 
@@ -286,27 +294,9 @@ def _of_rows(path: PurePath, inside: bool) -> str:
     return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
 
 
-def directly_in_splits(folders: Iterable[PurePath]) -> bool:
-    """Return whether each folder of images has the name of a split."""
-    return all(folder.name.lower() in SPLITS for folder in folders)
-
-
 def _of_image(path: PurePath, inside: bool) -> str:
     """Return the split by a folder above the class folder."""
     return _first_split(path.parts[:-1] if inside else path.parts[:-2])
-
-
-def without_split(folders: Sequence[AnyPath], *, innermost: bool) -> list[AnyPath]:
-    """Return the folders of an image without that of its split.
-
-    Args:
-        folders: the outermost first.
-        innermost: whether the innermost folder may be that of the split.
-    """
-    for folder in folders if innermost else folders[:-1]:
-        if _first_split([folder.name]):
-            return [other for other in folders if other != folder]
-    return [*folders]
 
 
 def _first_split(words: Iterable[str]) -> str:

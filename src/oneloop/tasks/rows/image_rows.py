@@ -2,20 +2,13 @@
 
 import os
 import unicodedata
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
-from oneloop.tasks.rows.find_files import (
-    Found,
-    directly_in_splits,
-    kind_of,
-    metadata_in,
-    parted,
-    without_split,
-)
+from oneloop.tasks.rows.find_files import SPLITS, Found, is_split, kind_of, metadata_in, parted
 from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
@@ -59,11 +52,13 @@ def image_rows(
         if loose:
             shown = ", ".join(below(file, there.root) for file in loose[:_SHOWN])
             raise ValueError(
-                f"{there.where}: images beside the class folders have no class ({len(loose):,} in "
+                f"{there.where}: images next to the class folders have no class ({len(loose):,} in "
                 f"all): {shown}; move each into the folder of its class, or out of the data set"
             )
-        names = {folder: its_class.name for folder, its_class in there.classes.items()}
-        rows = [{IMAGE: str(file), LABEL: names.get(file.parent, "")} for file in files]
+        rows = []
+        for file in files:
+            label = there.classes.get(file.parent, file.parent).name
+            rows.append({IMAGE: str(file), LABEL: label})
 
     columns = Columns()
     columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
@@ -71,7 +66,7 @@ def image_rows(
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 
-def class_folders(there: Found[Path], known: Collection[str]) -> dict[Path, Path]:
+def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
     """Return the folder of the class, by folder of images; that of loose images is left out.
 
     It is the outermost folder in which the images of a split divide. The folder of the split, and
@@ -79,78 +74,41 @@ def class_folders(there: Found[Path], known: Collection[str]) -> dict[Path, Path
     like known classes, they are the classes: a split may have images of one class only.
 
     Args:
-        there: the files. Images below a folder with a metadata file need no class folder.
-        known: the classes of a trained model; of a training split, those are still unknown.
+        there: the files. With metadata, there are no class folders.
+        known: the classes of a trained model; without them, those of the training split.
     """
-    described = _metadata_files(there).keys()
-    parts = _splits(there)
-    splits: list[list[Path]] = []  # folders of images, those of the training split first
-    for split in sorted(parts, key=lambda split: split != "train"):
-        folders = sorted({file.parent for file in parts[split]})
-        splits.append([one for one in folders if described.isdisjoint((one, *one.parents))])
-    each = [folder for folders in splits for folder in folders]
-    levels = _levels(each, _top(there), have_splits="" not in parts)
-
-    # Without any folder, the class is the name of the data set's folder.
-    if not any(levels.values()):
-        return dict.fromkeys(levels, _top(there))
+    if _metadata_files(there):
+        return {}
+    try:
+        splits = parted(there.files, there.root, there.kind)  # also of images read as one set
+    except ValueError:
+        splits = there.parts
 
     classes: dict[Path, Path] = {}
     names = set(map(composed, known))
-    deepest = max(map(len, levels.values()))
-    for folders in splits:
-        depth = _depth([levels[folder] for folder in folders], names, deepest)
-        found = {one: levels[one][depth] for one in folders if len(levels[one]) > depth}
-        classes |= found
-        # The next splits have the classes of the training split.
-        names = names or {composed(folder.name) for folder in found.values()}
-        deepest = min(deepest, depth)
+    for split in sorted(splits, key=lambda split: split != "train"):
+        levels = {}  # folders above an image, the outermost first
+        for folder in {file.parent for file in splits[split]}:
+            above = reversed((folder, *folder.parents))
+            levels[folder] = [one for one in above if there.root in one.parents]
+        depth = _depth([*levels.values()], split, names)
+        classes |= {one: above[depth] for one, above in levels.items() if len(above) > depth}
+        names = names or {composed(folder.name) for folder in classes.values()}
     return classes
 
 
-def _top(there: Found[Path]) -> Path:
-    return there.root if there.root.is_dir() else there.root.parent
-
-
-def _above(folder: Path, top: Path) -> list[Path]:
-    """Return a folder and those above it, the outermost first, below ``top``."""
-    return [one for one in reversed((folder, *folder.parents)) if top in one.parents]
-
-
-def _splits(there: Found[Path]) -> Mapping[str, Sequence[Path]]:
-    """Return the images by split, also if they are read as one set."""
-    try:
-        return parted(there.files, there.root, there.kind)
-    except ValueError:
-        return there.parts  # only some images have a split
-
-
-def _levels(folders: Sequence[Path], top: Path, *, have_splits: bool) -> dict[Path, Sequence[Path]]:
-    """Return what may be a class folder, by folder of images: those above it but its split's."""
-    flat = directly_in_splits(folders)
-    levels: dict[Path, Sequence[Path]] = {}
-    for folder in folders:
-        above = _above(folder, top)
-        levels[folder] = above
-        if have_splits:
-            levels[folder] = without_split(above, innermost=flat or len(above) == 1)
-    return levels
-
-
-def _depth(levels: Sequence[Sequence[Path]], known: Collection[str], deepest: int) -> int:
-    """Return the depth of the class folders of a split, at most ``deepest`` for unknown classes."""
-    names = [[composed(folder.name) for folder in above] for above in levels]
-    same = [len(set(several)) == 1 for several in zip(*names, strict=False)]
-    shared = [*same, False].index(False)  # number of folders that hold all images
-    for depth in range(shared + 1):
-        if all(len(above) > depth and above[depth] in known for above in names):
+def _depth(levels: Sequence[Sequence[Path]], split: str, known: set[str]) -> int:
+    """Return the depth of the class folders of a split."""
+    depth = 0
+    names = set[str]()
+    for folders in zip(*levels, strict=False):
+        names = {composed(folder.name) for folder in folders}
+        if names <= known or (len(names) > 1 and not is_split(names, split)):
             return depth
-
-    # If all images are in one folder, it is their class.
-    depth = min(shared, deepest)
-    if all(len(above) == depth for above in names):
-        depth = max(depth - 1, 0)
-    return depth
+        depth += 1
+    # If all images are in one folder, it is that of their class or of their split.
+    is_one = all(len(above) == depth for above in levels) and not is_split(names, split)
+    return max(depth - is_one, 0)
 
 
 def composed(name: str) -> str:
@@ -159,10 +117,10 @@ def composed(name: str) -> str:
 
 
 def loose_images(there: Found[Path]) -> list[Path]:
-    """Return the images that have neither a class folder nor metadata."""
-    described = _metadata_files(there).keys()
-    loose = [file for file in there.files if file.parent not in there.classes]
-    return [file for file in loose if described.isdisjoint(file.parents)]
+    """Return the images next to the class folders."""
+    if not there.classes:
+        return []
+    return [file for file in there.files if file.parent not in there.classes]
 
 
 def empty_classes(there: Found[Path]) -> list[Path]:
@@ -173,14 +131,13 @@ def empty_classes(there: Found[Path]) -> list[Path]:
     """
     classes = {*there.classes.values()}
     empty = []
-    for name, inside, names in os.walk(there.root, followlinks=True):
+    for name, inside, names in os.walk(there.root if classes else "", followlinks=True):
         # os.walk enters what is left in this list.
         inside[:] = [one for one in inside if not one.startswith(".")]
         folder = Path(name)
         if inside or any(kind_of(Path(file)) for file in names):
             continue
-        above = {folder, *folder.parents}
-        if folder != there.root and not directly_in_splits([folder]) and above.isdisjoint(classes):
+        if folder.name.lower() not in SPLITS and classes.isdisjoint((folder, *folder.parents)):
             empty.append(folder)
     return sorted(empty)
 
@@ -195,8 +152,8 @@ def _metadata_files(there: Found[Path]) -> dict[Path, Path]:
     if not there.root.is_dir():
         return {}
     folders = {there.root}
-    for folder in {file.parent for file in there.files}:
-        folders.update(_above(folder, there.root))
+    for file in there.files:
+        folders.update(there.root / folder for folder in file.relative_to(there.root).parents)
     found = {}
     for folder in sorted(folders):
         metadata = metadata_in(folder)

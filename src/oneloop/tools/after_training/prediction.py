@@ -8,8 +8,7 @@ A rank predicts its own samples; the file is the same on any number of ranks.
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -160,41 +159,33 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
 
     # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
-    names: dict[str, None] = {}  # of the columns, in order
     try:
         try:
-            shard = shards / f"{rank:05d}.jsonl"
-            _write_shard(shard, predicted, names, flat=file.suffix == ".csv")
+            _write_shard(shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
         # All ranks raise the first error; else every shard is complete.
-        written: list[Any] = gather_object([(problem, names)])  # type: ignore[no-untyped-call]
-        for found, others in written:
+        problems: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
+        for found in problems:
             if found:
                 raise ValueError(found)
-            names |= others
 
         # Join the shards, in order of rank.
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                complete = _Rows(sorted(shards.glob("*.jsonl")), [*names])
-                rows = _SINKS[file.suffix](draft, complete)
+                rows = _SINKS[file.suffix](draft, _Rows(sorted(shards.glob("*.jsonl"))))
     finally:
         if rank == 0:
             delete(shards, inside=file.parent)
     return rows
 
 
-def _write_shard(
-    shard: Path, predicted: Iterable[Columns], names: dict[str, None], *, flat: bool
-) -> None:
-    """Write rows as lines; ``names`` gets the columns, which may differ between micro-batches."""
+def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> None:
     with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
-            names |= dict.fromkeys(columns)
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
                 if flat:
@@ -220,21 +211,24 @@ def _plain(value: Any) -> Any:
     )
 
 
-@dataclass(frozen=True)
 class _Rows:
-    """The rows of all shards, each with all columns: a row without a value has None."""
+    """The rows of all shards, each with all columns: a value that is missing is None."""
 
-    shards: Sequence[Path]
-    names: Sequence[str]
+    def __init__(self, shards: Iterable[Path]) -> None:
+        self._shards = shards
+        self.names = dict.fromkeys(name for row in self._lines() for name in row)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for shard in self._shards:
+            with shard.open(encoding="utf-8") as stream:
+                yield from map(json.loads, stream)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for shard in self.shards:
-            with shard.open(encoding="utf-8") as stream:
-                for row in map(json.loads, stream):
-                    yield {name: row.get(name) for name in self.names}
+        for row in self._lines():
+            yield {**self.names, **row}
 
 
-def _to_parquet(draft: Path, rows: Iterable[dict[str, Any]]) -> int:
+def _to_parquet(draft: Path, rows: _Rows) -> int:
     """Write row groups of equal size; the schema unifies the types of all rows."""
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
@@ -256,7 +250,7 @@ def _to_parquet(draft: Path, rows: Iterable[dict[str, Any]]) -> int:
     return count
 
 
-def _chunks(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def _chunks(rows: _Rows) -> Iterator[list[dict[str, Any]]]:
     stream = iter(rows)
     while chunk := list(islice(stream, _GROUP)):
         yield chunk
@@ -274,7 +268,7 @@ def _to_lines(draft: Path, rows: _Rows) -> int:
 def _to_csv(draft: Path, rows: _Rows) -> int:
     count = 0
     with draft.open("w", encoding="utf-8", newline="") as stream:
-        sink = csv.DictWriter(stream, rows.names, lineterminator="\n")
+        sink = csv.DictWriter(stream, [*rows.names], lineterminator="\n")
         sink.writeheader()
         for row in rows:
             sink.writerow(row)
