@@ -4,6 +4,9 @@ checkpointing."""
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -147,3 +150,21 @@ def gradients(model: nn.Module) -> tuple[list[torch.Tensor], int]:
         loss = model(x).square().mean()
     loss.backward()
     return [p.grad for p in model.parameters()], sum(kept.values())
+
+
+@contextmanager
+def logged_by_transformers() -> Iterator[list[str]]:
+    """Collect the warnings that transformers logs, also those that it logs only once."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_warning()
+    logger.warning_once.cache_clear()  # type: ignore[attr-defined]
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)
+        transformers.logging.set_verbosity(before)

@@ -15,6 +15,7 @@ from pyarrow import parquet
 
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows.images import decoded
+from oneloop.tools.check.check_data import check_data
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.fingerprint",
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.image_rows",
     "oneloop.tasks.rows.images",
+    "oneloop.tools.check.check_data",
 )
 
 SMALL: dict[str, Any] = {"model": "cnn", "width": 8, "image_size": 16}
@@ -93,6 +95,98 @@ def test_contradictions_are_named(tmp_path, more, expected):
     folder = described(tmp_path / "data", rows)
     with pytest.raises(ValueError, match=expected):
         ImageClassification(str(folder), **SMALL)
+
+
+def laid(root: Path, *folders: str) -> Path:
+    """Write six images into each folder."""
+    for number, folder in enumerate(folders):
+        (root / folder).mkdir(parents=True)
+        for image in range(6):
+            picture(100 * number + image).save(root / folder / f"{image}.png")
+    return root
+
+
+def labels_of(task: ImageClassification, folder: Path) -> dict[str, set[str]]:
+    """Return the names of the classes of the images, by their folder."""
+    samples = task.samples_of(str(folder), labelled=True)
+    found: dict[str, set[str]] = {}
+    for index in range(len(samples)):
+        inside = Path(samples.file(index)).parent.relative_to(folder).as_posix()
+        found.setdefault(inside, set()).add(task.classes[samples[index][1]])
+    return found
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        {"a/2019": "a", "a/2020": "a", "b/2019": "b"},
+        {"a": "a", "b/deep/down": "b"},
+        {"archive/a": "a", "archive/b": "b"},
+        {"archive/train/a/x": "a", "archive/train/b": "b", "archive/test/a/y": "a"},
+        {"train/archive/a": "a", "train/archive/b": "b", "test/archive/a": "a"},
+        {"train/x/a": "a", "train/x/b": "b", "test/a": "a", "test/b": "b"},
+        {"train/a": "a", "train/b": "b", "test/x/a": "a", "test/x/b": "b"},
+        {"train/train/a": "a", "train/train/b": "b", "test/test/b": "b"},
+        {"train/test/x": "test", "train/a": "a", "test/test": "test"},
+        {"a/train": "a", "b/train": "b", "a/test": "a"},
+    ],
+    ids="|".join,
+)
+def test_the_class_is_the_outermost_folder_that_differs(tmp_path, classes):
+    folder = laid(tmp_path / "photos", *classes)
+    task = ImageClassification(str(folder), **SMALL)
+    assert task.classes == sorted(set(classes.values()))
+    each = [*task.train_set(), *(one for part in task.eval_sets().values() for one in part)]
+    counts = [6 * [*classes.values()].count(name) for name in task.classes]
+    assert [sum(label == number for _, label in each) for number in range(len(counts))] == counts
+
+    # The same of each image in an evaluation, of all images and of those of one class.
+    assert labels_of(task, folder) == {inside: {name} for inside, name in classes.items()}
+    other = laid(tmp_path / "other", f"{task.classes[0]}/x", f"{task.classes[0]}/y")
+    assert set().union(*labels_of(task, other).values()) == {task.classes[0]}
+
+    # A line names the classes that the innermost folders would give, if they differ.
+    [line] = [note for note in task.notes if " classes: " in note]
+    differ = any(Path(inside).name != name for inside, name in classes.items())
+    assert f"{len(counts)} classes: {task.classes}, from the " in line
+    assert ("innermost" in line) == differ
+
+    # Cached results of other classes have another key.
+    content = task.train_set().rows.fingerprint()
+    assert ("classes" in content) == differ
+
+
+def test_the_class_of_an_image_in_a_subfolder_is_that_of_torchvision(tmp_path):
+    from torchvision.datasets import ImageFolder
+
+    folder = laid(tmp_path / "photos", "a/2019", "a/2020/may", "b", "c/2019")
+    task = ImageClassification(str(folder), **SMALL)
+    theirs = ImageFolder(str(folder))
+    samples = task.samples_of(str(folder), labelled=True)
+    ours = {samples.file(index): samples[index][1] for index in range(len(samples))}
+    assert task.classes == theirs.classes and ours == dict(theirs.samples)
+
+
+@pytest.mark.parametrize(
+    ("folders", "loose"),
+    [
+        (["a", "b"], "x.png"),
+        (["train/a", "train/b", "test/a"], "train/x.png"),
+        (["archive/a", "archive/b/c"], "archive/x.png"),
+        (["train/a", "train/b"], "test/x.png"),
+    ],
+)
+def test_images_beside_class_folders_are_rejected_by_name(tmp_path, folders, loose):
+    folder = laid(tmp_path / "photos", *folders)
+    task = ImageClassification(str(folder), **SMALL)
+    (folder / loose).parent.mkdir(exist_ok=True)
+    picture(999).save(folder / loose)
+    with pytest.raises(ValueError, match=rf"have no class \(1 in all\): {loose}; move each into"):
+        ImageClassification(str(folder), **SMALL)
+    assert len(task.samples_of(str(folder), labelled=False)) == 6 * len(folders) + 1
+    (folder / "a/empty").mkdir(parents=True, exist_ok=True)
+    found = check_data(str(folder))
+    assert found.unusable == [(str(folder / loose), "it is next to the class folders")]
 
 
 def test_two_metadata_files_are_rejected(tmp_path):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 
 from oneloop.tasks.image_classification import ImageClassification
@@ -76,7 +77,29 @@ def test_a_class_in_one_form_keeps_its_name_and_number(tmp_path):
     """The decomposed name is sorted by its letters: before cafz, and not after it."""
     for number, (name, order) in enumerate(((DECOMPOSED, 0), (COMPOSED, 1))):
         task = TextClassification(texts(tmp_path / f"{number}", [name, "cafz"]), **SMALL)
-        assert task.classes[order] == name and not task.notes
+        assert task.classes[order] == name and not any("Unicode" in note for note in task.notes)
+
+
+def test_a_line_lists_the_classes(tmp_path):
+    """Their number, the first ones in order of their numbers, and the column."""
+    where = texts(tmp_path / "texts", ["10", "9"])
+    [line] = TextClassification(where, **SMALL).notes
+    assert line == f"2 classes: ['9', '10'], from the column 'label' of {where}"
+    where = texts(tmp_path / "tags", [f"c{number}" for number in range(8)], tags=True)
+    [line] = TokenClassification(where, **SMALL).notes
+    shown = "['c0', 'c1', 'c2', 'c3', 'c4', 'c5', ...]"
+    assert line == f"9 classes: {shown}, from the column 'tags' of {where}"
+
+    # Two sources with a ClassLabel.
+    kinds = Features({"text": Value("string"), "label": ClassLabel(names=["ham", "spam"])})
+    both = []
+    for name in "xy":
+        rows = {"text": [f"{name} {n}" for n in range(60)], "label": [0, 1] * 30}
+        Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / name)
+        both.append({"data": str(tmp_path / name)})
+    [line] = TextClassification(both, **SMALL).notes
+    origins = " and ".join(f"the ClassLabel 'label' of {tmp_path / name}" for name in "xy")
+    assert line == f"2 classes: ['ham', 'spam'], from {origins}"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from oneloop.machine.recompute import recompute
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.model_limits import positions_of
 from oneloop.tasks.sft import SFT
@@ -19,8 +21,10 @@ from oneloop.tasks.text_pairs import TextPairs
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from slow_cases import with_slow
+from small_models import logged_by_transformers
 
 pytestmark = pytest.mark.covers(
+    "oneloop.machine.recompute",
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.model_limits",
     "oneloop.tasks.sft",
@@ -29,6 +33,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.text_pairs",
     "oneloop.tasks.text_regression",
     "oneloop.tasks.token_classification",
+    "oneloop.tasks.transformers_models",
 )
 
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<pad2>"]
@@ -163,6 +168,40 @@ def test_padded_rows_have_the_loss_of_rows_one_by_one(tmp_path, kind, name):
 
         apart = sum(total([sample]) for sample in samples)
         torch.testing.assert_close(total(samples), apart, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_a_new_head_is_one_line_and_recomputation_changes_nothing(tmp_path, kind):
+    """transformers logs nothing: neither a table of new weights, nor about keys and values, which
+    a recomputation would add twice."""
+    model_folder = saved(tmp_path / "model", kind, padding=1, pad_token="<pad>")
+    data = rows_in(tmp_path / "data")
+    with logged_by_transformers() as logged:
+        for task in (
+            TextClassification(data, model=model_folder, length=50),
+            TokenClassification(data, model=model_folder, length=50),
+            TextPairs(data, model=model_folder, length=50, pooling="last"),
+        ):
+            losses = []
+            for mode in ("none", "full"):
+                torch.manual_seed(0)
+                model = task.model()
+                recompute(model, mode)
+                batch = task.collate([task.train_set()[n] for n in range(8)])
+                if isinstance(task, TextPairs):
+                    loss = task.embed(model, batch)["anchor"].square().sum()
+                else:
+                    loss = task.loss(model, batch)[0]
+                loss.backward()
+                grads = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
+                losses.append([loss.item(), sum(grads).item()])
+            assert losses[0] == losses[1]
+            assert losses[0][1] > 0
+            assert sum("is re-initialized" in note for note in task.notes) == (
+                kind == "bert" or not isinstance(task, TextPairs)
+            )
+        logging.getLogger("transformers.modeling_utils").warning("about something else")
+    assert logged == ["about something else"]
 
 
 def test_the_saved_folder_pads_as_training_did(tmp_path):

@@ -18,6 +18,7 @@ from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
 from oneloop.tasks.rows.cached_arrays import Ragged
+from small_models import logged_by_transformers
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.attention",
@@ -239,6 +240,15 @@ def test_padded_prompts_are_answered_as_alone(name):
                     [text, model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1
                 )
             assert torch.equal(together[row], text[0, len(prompt) :])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_generation_uses_no_deprecated_name_of_transformers(name):
+    model = Documents(name, packed=False).model().eval()
+    with logged_by_transformers() as logged, torch.no_grad():
+        written(model, [torch.tensor([5, 6, 7])], 3)
+    assert not logged
 
 
 def test_an_answer_ends_where_it_ends():

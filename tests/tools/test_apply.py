@@ -3,6 +3,7 @@ in order."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from pyarrow import parquet
 
 from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
+from oneloop.tools.after_training import prediction
 from own_files import images, rows, write
 from silent_cases import unfinished
 from slow_cases import with_slow
@@ -247,6 +250,27 @@ def test_an_error_of_samples_of_names_its_line(tmp_path):
         and "IndexError" in world.output
         and "mine.py:6" in world.output
     )
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_columns_without_a_value_in_some_rows_are_written(tmp_path, ending):
+    """One is missing in the first micro-batch, one in the last; one that is empty is left out."""
+    columns = [
+        {"row": [0, 1], "target": [None, None], "first": [1, 2]},
+        {"row": [2], "target": [None], "late": ["x"]},
+    ]
+    file = tmp_path / f"made.{ending}"
+    assert prediction.write(file, columns, accelerator=Accelerator(cpu=True)) == 3
+    if ending == "parquet":
+        made = parquet.read_table(file).to_pylist()
+    elif ending == "jsonl":
+        made = [json.loads(line) for line in file.read_text().splitlines()]
+    else:
+        made = [*csv.DictReader(file.open())]
+    nothing = "" if ending == "csv" else None
+    assert all(row.keys() == {"row", "first", "late"} for row in made)
+    assert [row["late"] for row in made] == [nothing, nothing, "x"]
+    assert [str(row["first"]) for row in made] == ["1", "2", str(nothing)]
 
 
 BAD = {

@@ -4,14 +4,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oneloop.basics.files import replacing
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
-from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
+from oneloop.tasks.rows.image_rows import empty_classes, loose_images
+from oneloop.tasks.rows.images import checked_images, is_image
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
     check_value,
@@ -111,13 +111,15 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
             turned += checked.turned
-        empty = [*map(str, empty_classes(Path(source.where)))]
+        empty = [*map(str, empty_classes(source.found))]
 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
         findings = FINDINGS.get()
         if findings is not None:
             findings.rows += count
             findings.unusable += bad
+            for file in loose_images(source.found):
+                findings.unusable.append((str(file), "it is next to the class folders"))
             findings.converted += converted
             findings.empty += empty
         elif bad and skipped is None:

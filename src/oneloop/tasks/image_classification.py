@@ -311,7 +311,7 @@ class ImageClassification(OneClass, SplitSets):
         columns = dict(self.columns)
         if not labelled:
             columns["label"] = ""
-        source = whole(Source(data, columns), window=self.window)
+        source = whole(Source(data, columns, known=self.classes), window=self.window)
         check_image_types([source])
 
         # Choose the function from a stored label to that of a sample.

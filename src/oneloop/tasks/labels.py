@@ -2,7 +2,7 @@
 
 import math
 import re
-import unicodedata
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,6 +14,7 @@ from torch import Tensor
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.columns import checked_values, columns_of, element_type, wrong_type
+from oneloop.tasks.rows.image_rows import composed
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sampled
 from oneloop.tasks.rows.rows import Row
@@ -85,12 +86,16 @@ def classes_of(
 
     # Number the classes.
     names = _sorted_classes(trained, [*kinds.values()])
+    origins = [source.origin(key, kinds.get(source.name)) for source in sources]
+    sources[0].notes.append(
+        f"{len(names):,} classes: {reprlib.repr(names)}, from {' and '.join(origins)}"
+    )
     if len(names) < 2:
         raise ValueError(
             f"{sources[0].where}: {sources[0].columns[key]!r} holds one class "
             f"({', '.join(names)}); at least two are needed"
         )
-    numbers = {_composed(name): index for index, name in enumerate(names)}
+    numbers = {composed(name): index for index, name in enumerate(names)}
     return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
 
 
@@ -108,14 +113,14 @@ class _Spellings:
         self._names: dict[str, str] = {}  # of the class, by composed label
         self.merged: dict[str, None] = {}  # composed labels of several spellings
         for label in labels:
-            composed = _composed(label)
-            if self._names.setdefault(composed, label) != label:
-                self._names[composed] = composed
-                self.merged[composed] = None
+            form = composed(label)
+            if self._names.setdefault(form, label) != label:
+                self._names[form] = form
+                self.merged[form] = None
 
     def name(self, label: str) -> str:
         """Return the name of the class of a label."""
-        return self._names[_composed(label)]
+        return self._names[composed(label)]
 
     def notes(self, sources: Sequence[Source], key: str) -> list[str]:
         """Return lines about classes of several spellings, and about names that look alike.
@@ -131,18 +136,14 @@ class _Spellings:
                 f"{', '.join(self.merged)}"
             )
         alike: dict[str, list[str]] = {}
-        for composed in self._names:
-            alike.setdefault("".join(composed.split()).casefold(), []).append(composed)
+        for form in self._names:
+            alike.setdefault("".join(form.split()).casefold(), []).append(form)
         similar = {name for names in alike.values() if len(names) > 1 for name in names}
         if similar:
             counts = _counts(sources, key, similar)
             shown = ", ".join(f"{name!r}{counts.get(name, '')}" for name in sorted(similar))
             notes.append(f"classes whose names differ only by blanks or case: {shown}")
         return notes
-
-
-def _composed(label: str) -> str:
-    return unicodedata.normalize("NFC", label)
 
 
 def _counts(sources: Sequence[Source], key: str, names: set[str]) -> dict[str, str]:
@@ -156,7 +157,7 @@ def _counts(sources: Sequence[Source], key: str, names: set[str]) -> dict[str, s
             labels = array if element_type(rows.types[column]) is None else array.flatten()
             for entry in labels.value_counts().to_pylist():
                 if entry["values"] is not None:
-                    counts[_composed(_name(kind, entry["values"]))] += entry["counts"]
+                    counts[composed(_name(kind, entry["values"]))] += entry["counts"]
     return {name: f" ({count:,} rows)" for name, count in counts.items()}
 
 
@@ -261,20 +262,20 @@ def numbers_of(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
         values = checked_values(source, rows, column, labels=True, known=True)
-        found = {_composed(_name(kind, value)) for value in values}
-        unknown = sorted(found - set(map(_composed, classes)))
+        found = {composed(_name(kind, value)) for value in values}
+        unknown = sorted(found - set(map(composed, classes)))
         if unknown:
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
-    numbers = {_composed(name): index for index, name in enumerate(classes)}
+    numbers = {composed(name): index for index, name in enumerate(classes)}
     return partial(_number_of, kind, numbers)
 
 
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
     name = _name(kind, value)
     try:
-        return number[_composed(name)]
+        return number[composed(name)]
     except KeyError:
         raise ValueError(f"the label {name!r} was never trained on; remove the row") from None
 

@@ -1,7 +1,8 @@
 """Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,8 @@ class TokenReader:
         ValueError: it has no fast tokenizer, which maps tokens to words.
     """
 
+    options: Mapping[str, bool] = {}  # of each forward of the model
+
     def __init__(
         self,
         name: str,
@@ -332,10 +335,13 @@ class TokenReader:
             config.pad_token_id = self.padding
             config.get_text_config().pad_token_id = self.padding
         leave_masks_unread(model)
+        # The recomputation of a block would add its keys and values again.
+        if "use_cache" in signature(model.forward).parameters:
+            self.options = {"use_cache": False}
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(**_inputs(batch)).logits  # type: ignore[no-any-return]
+        return model(**_inputs(batch), **self.options).logits  # type: ignore[no-any-return]
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
         return str(self.tokenizer.decode(sample["input_ids"][start:stop]))

@@ -222,7 +222,7 @@ class TextPairs(TextRows):
 
     def _embedded(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the embeddings of texts, shape (texts, width)."""
-        hidden: Tensor = model(**inputs).last_hidden_state
+        hidden: Tensor = model(**inputs, **self.reader.options).last_hidden_state
         mask = inputs["attention_mask"]
         if self.pooling == "cls":
             return hidden[:, 0]

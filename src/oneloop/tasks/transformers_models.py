@@ -3,6 +3,7 @@
 Only safetensors are loaded. If the classes differ, the head is new.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from itertools import filterfalse
@@ -46,10 +47,11 @@ def auto_model(
         ValueError: it has no safetensors, or more than the head is missing.
     """
     import transformers
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
-    # Otherwise every rank shows a bar.
-    logging.disable_progress_bar()
+    disable_progress_bar()  # otherwise every rank shows a bar
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_is_no_load_report)
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
     try:
@@ -76,6 +78,8 @@ def auto_model(
         raise ValueError(
             f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
         ) from error
+    finally:
+        logger.removeFilter(_is_no_load_report)
 
     # Some versions of transformers list the shapes next to the name.
     mismatched = set()
@@ -83,6 +87,15 @@ def auto_model(
         mismatched.add(entry[0] if isinstance(entry, tuple) else entry)
     notes = _check_loaded(model, info["missing_keys"], info["unexpected_keys"], mismatched, path)
     return model.train(), notes
+
+
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    """Return whether a record is not the table of new and unused weights, which notes name.
+
+    An error in a conversion of weights refers to the table, which is then logged.
+    """
+    message = record.getMessage()
+    return "LOAD REPORT" not in message or "CONVERSION" in message
 
 
 def _labels(classes: Sequence[str] | None) -> dict[str, Any]:

@@ -92,13 +92,15 @@ def written(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
 
     # Only the last logits are read. Those of all tokens of long prompts would need much memory.
-    next_logits: Callable[..., Any] = model
-    if "logits_to_keep" in signature(model.forward).parameters:
-        next_logits = partial(model, logits_to_keep=1)
+    next_logits = partial(model, use_cache=True)
+    parameters = signature(model.forward).parameters
+    if "logits_to_keep" in parameters:
+        next_logits.keywords["logits_to_keep"] = 1
+    # Newer versions of transformers have another name for the keys and values of earlier tokens.
+    cache = "cache" if "cache" in parameters else "past_key_values"
 
     # Generate: the first pass reads the prompts, each later one a token. Finished rows continue.
     generated = list[Tensor]()
-    past = None
     stops = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for stop in range(longest, longest + count):
@@ -106,10 +108,8 @@ def written(
             input_ids=tokens,
             attention_mask=mask[:, :stop],
             position_ids=positions[:, stop - tokens.shape[1] : stop],
-            past_key_values=past,
-            use_cache=True,
         )
-        past = output.past_key_values
+        next_logits.keywords[cache] = getattr(output, cache)
         logits = output.logits[:, -1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if ties is not None:

@@ -107,6 +107,9 @@ def _table(
     if found.kind == "image":
         described += metadata_of(found)
     content = content_of(described, found.root)
+    # Results for labels that are not the names of the images' own folders are cached separately.
+    if found.regrouped:
+        content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None

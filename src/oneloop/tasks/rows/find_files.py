@@ -53,6 +53,8 @@ class Found(Generic[AnyPath]):
     parts: dict[str, list[AnyPath]]
     others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
     where: str = ""  # path or address, for messages
+    # of images without metadata: the folder of the class, by folder of the image
+    classes: Mapping[AnyPath, AnyPath] = field(default_factory=dict)
 
     @property
     def notes(self) -> list[str]:
@@ -61,6 +63,12 @@ class Found(Generic[AnyPath]):
             return []
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
         return [f"{self.where or self.root}: files that are not read: {kinds}"]
+
+    @property
+    def regrouped(self) -> dict[str, str]:
+        """Return the name of the class, by folder of images that has another name."""
+        pairs = self.classes.items()
+        return {below(one, self.root): its.name for one, its in pairs if one.name != its.name}
 
     @property
     def files(self) -> list[AnyPath]:
@@ -233,12 +241,14 @@ def parted(
     split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
 
     # Find images without a folder per class: they have metadata, or are directly in their split.
+    # If others have a folder in their split, these images are rejected when their class is read.
     described = set[PurePath]()
     if kind == "image":
         folders = {Path(file.parent) for file in files}
         described = {folder for folder in folders if metadata_in(folder) is not None}
     in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
-    flat = kind == "image" and all(in_split)
+    deep = (file != root and _of_image(file.relative_to(root), False) for file in files)
+    flat = kind == "image" and (all(in_split) or any(deep))
 
     parts: dict[str, list[AnyPath]] = {}
     for file in files:
@@ -269,6 +279,11 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     if all(file.suffix == ".py" for files in parts.values() for file in files):
         return False
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
+
+
+def is_split(names: Iterable[str], split: str) -> bool:
+    """Return whether all names are those of this split, if there is one."""
+    return bool(split) and all(_first_split([name]) == split for name in names)
 
 
 def _of_rows(path: PurePath, inside: bool) -> str:

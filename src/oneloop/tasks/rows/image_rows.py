@@ -1,12 +1,14 @@
 """Rows of image files: their classes by folder, or by metadata files next to them."""
 
 import os
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
-from oneloop.tasks.rows.find_files import Found, metadata_in
+from oneloop.tasks.rows.find_files import SPLITS, Found, is_split, kind_of, metadata_in, parted
 from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
@@ -25,7 +27,7 @@ def image_rows(
 ) -> Any:
     """Return the images of a split as a ``datasets.Dataset``.
 
-    Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
+    Its columns are ``image`` and ``label``, the name of the class folder. If a ``metadata.csv``
     (.jsonl, .parquet) is next to the images or in a folder above, its columns replace the label:
     each row has a relative ``file_name``, as in ``datasets``.
 
@@ -36,7 +38,7 @@ def image_rows(
 
     Raises:
         ValueError: a metadata file is unreadable, lacks an image, or names one twice or one that
-            is missing.
+            is missing; or images are in no class folder.
     """
     import pyarrow
     from datasets import Dataset, Image
@@ -46,12 +48,98 @@ def image_rows(
     if metadata:
         rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
     else:
-        rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
+        loose = loose_images(there) if LABEL in read else []
+        if loose:
+            shown = ", ".join(below(file, there.root) for file in loose[:_SHOWN])
+            raise ValueError(
+                f"{there.where}: images next to the class folders have no class ({len(loose):,} in "
+                f"all): {shown}; move each into the folder of its class, or out of the data set"
+            )
+        rows = []
+        for file in files:
+            label = there.classes.get(file.parent, file.parent).name
+            rows.append({IMAGE: str(file), LABEL: label})
 
     columns = Columns()
     columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
     table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
+
+
+def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
+    """Return the folder of the class, by folder of images; that of loose images is left out.
+
+    It is the outermost folder in which the images of a split divide. The folder of the split, and
+    folders that hold all its images, are passed through. If the folders at one depth are named
+    like known classes, they are the classes: a split may have images of one class only.
+
+    Args:
+        there: the files. With metadata, there are no class folders.
+        known: the classes of a trained model; without them, those of the training split.
+    """
+    if _metadata_files(there):
+        return {}
+    try:
+        splits = parted(there.files, there.root, there.kind)  # also of images read as one set
+    except ValueError:
+        splits = there.parts
+
+    classes: dict[Path, Path] = {}
+    names = set(map(composed, known))
+    for split in sorted(splits, key=lambda split: split != "train"):
+        levels = {}  # folders above an image, the outermost first
+        for folder in {file.parent for file in splits[split]}:
+            above = reversed((folder, *folder.parents))
+            levels[folder] = [one for one in above if there.root in one.parents]
+        depth = _depth([*levels.values()], split, names)
+        classes |= {one: above[depth] for one, above in levels.items() if len(above) > depth}
+        names = names or {composed(folder.name) for folder in classes.values()}
+    return classes
+
+
+def _depth(levels: Sequence[Sequence[Path]], split: str, known: set[str]) -> int:
+    """Return the depth of the class folders of a split."""
+    depth = 0
+    names = set[str]()
+    for folders in zip(*levels, strict=False):
+        names = {composed(folder.name) for folder in folders}
+        if names <= known or (len(names) > 1 and not is_split(names, split)):
+            return depth
+        depth += 1
+    # If all images are in one folder, it is that of their class or of their split.
+    is_one = all(len(above) == depth for above in levels) and not is_split(names, split)
+    return max(depth - is_one, 0)
+
+
+def composed(name: str) -> str:
+    """Return the name of a class in the Unicode form that composes accents."""
+    return unicodedata.normalize("NFC", name)
+
+
+def loose_images(there: Found[Path]) -> list[Path]:
+    """Return the images next to the class folders."""
+    if not there.classes:
+        return []
+    return [file for file in there.files if file.parent not in there.classes]
+
+
+def empty_classes(there: Found[Path]) -> list[Path]:
+    """Return the classes of an image data set without images.
+
+    These are the folders that hold neither data nor folders, apart from those of the splits and
+    those inside of a class folder with images.
+    """
+    classes = {*there.classes.values()}
+    empty = []
+    for name, inside, names in os.walk(there.root if classes else "", followlinks=True):
+        # os.walk enters what is left in this list.
+        inside[:] = [one for one in inside if not one.startswith(".")]
+        folder = Path(name)
+        if inside or any(kind_of(Path(file)) for file in names):
+            continue
+        if folder.name.lower() not in SPLITS and classes.isdisjoint((folder, *folder.parents)):
+            empty.append(folder)
+    return sorted(empty)
 
 
 def metadata_of(there: Found[Path]) -> list[Path]:

@@ -7,14 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.rows.cached_arrays import ragged
-from oneloop.tasks.rows.find_files import SPLITS, kind_of
 from oneloop.tasks.rows.rows import Row, Rows
 
 _VERSION = 3  # version of the check; increase it if its result for the same image changes
@@ -217,24 +215,3 @@ def _reason(value: Any, limit: int) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def empty_classes(root: Path) -> list[Path]:
-    """Return the classes of an image data set without images.
-
-    These are the folders that hold neither data nor folders, apart from those of the splits.
-
-    Args:
-        root: the folder of the data set.
-    """
-    root = root.expanduser()
-    found = []
-    for name, inside, names in os.walk(root, followlinks=True):
-        # os.walk enters what is left in this list.
-        inside[:] = [one for one in inside if not one.startswith(".")]
-        folder = Path(name)
-        if inside or any(kind_of(Path(file)) for file in names):
-            continue
-        if folder != root and folder.name.lower() not in SPLITS:
-            found.append(folder)
-    return sorted(found)

@@ -8,6 +8,7 @@ from oneloop.data.mixture import Mixture
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
+from oneloop.tasks.rows.image_rows import class_folders
 from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.remote.data_sets import RemoteFound, found_remotely, is_hub, local_only
 from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
@@ -157,6 +158,9 @@ def _rows_of(
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
     source.notes += files.notes
+    if files.kind == "image":
+        files = replace(files, classes=class_folders(files, source.known))
+    source.found = files
 
     def of(parts: dict[str, list[Any]]) -> Mapping[str, Rows]:
         chosen = replace(files, parts=parts)

@@ -1,11 +1,14 @@
 """The sources of rows that ``task.data`` names, one or several, before they are opened."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from oneloop.data.mixture import proportions
+from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.image_rows import LABEL
 from oneloop.tasks.rows.remote.data_sets import check_stream, local_only
 from oneloop.tasks.rows.rows import Row
 
@@ -36,8 +39,23 @@ class Source:
     # indices of rows to leave out, by split before dividing
     unusable: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the log
+    found: Found[Any] = Found(Path(), "", {})  # its files, if they have been listed
+    known: Sequence[str] = ()  # the classes of a trained model
     # by column: check of a remote row while it is read
     checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
+
+    def origin(self, key: str, kind: Any) -> str:
+        """Return where the classes in a column of this type are from, for the log."""
+        column = self.columns[key]
+        where = f"the column {column!r}"
+        if hasattr(kind, "names"):
+            where = f"the ClassLabel {column!r}"
+        elif column == LABEL and self.found.classes:
+            where = "the folders"
+            if self.found.regrouped:
+                innermost = sorted({Path(folder).name for folder in self.found.regrouped})
+                where = f"the outermost folders (the innermost would be {reprlib.repr(innermost)})"
+        return f"{where} of {self.where}"
 
 
 def named_sources(

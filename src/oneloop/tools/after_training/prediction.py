@@ -161,7 +161,7 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
 
     # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
-    filled = set[str]()
+    filled: dict[str, None] = {}  # columns that have a value, in order
     try:
         try:
             filled = _write_shard(
@@ -172,7 +172,7 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
         # All ranks raise the first error; else every shard is complete.
-        results: list[tuple[str | None, set[str]]]
+        results: list[tuple[str | None, dict[str, None]]]
         results = gather_object([(problem, filled)])  # type: ignore[no-untyped-call]
         for found, columns in results:
             if found:
@@ -190,9 +190,9 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
     return rows
 
 
-def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> set[str]:
+def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> dict[str, None]:
     """Write the rows of this rank; return the names of the columns that have a value."""
-    filled = set[str]()
+    filled: dict[str, None] = {}
     with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
@@ -200,7 +200,7 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> se
                 if flat:
                     _reject_lists(line)
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
-                filled |= {name for name, value in line.items() if value is not None}
+                filled |= {name: None for name, value in line.items() if value is not None}
     return filled
 
 
@@ -225,12 +225,11 @@ def _plain(value: Any) -> Any:
 
 
 def _rows(shards: Iterable[Path], names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of all shards, with the columns of these names."""
+    """Yield the rows of all shards, each with the columns of these names."""
     for shard in shards:
         with shard.open(encoding="utf-8") as stream:
-            for line in stream:
-                row = json.loads(line)
-                yield {name: value for name, value in row.items() if name in names}
+            for row in map(json.loads, stream):
+                yield {name: row.get(name) for name in names}
 
 
 def _to_parquet(draft: Path, shards: Sequence[Path], names: Collection[str]) -> int:
@@ -271,7 +270,6 @@ def _to_lines(draft: Path, shards: Sequence[Path], names: Collection[str]) -> in
 
 
 def _to_csv(draft: Path, shards: Sequence[Path], names: Collection[str]) -> int:
-    names = dict.fromkeys(name for row in _rows(shards, names) for name in row)
     rows = 0
     with draft.open("w", encoding="utf-8", newline="") as stream:
         sink = csv.DictWriter(stream, [*names], lineterminator="\n")
