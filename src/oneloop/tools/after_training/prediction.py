@@ -161,38 +161,39 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
 
     # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
-    filled: dict[str, None] = {}  # columns that have a value, in order
+    known: dict[str, bool] = {}  # columns in order, and whether they have a value
     try:
         try:
-            filled = _write_shard(
-                shards / f"{rank:05d}.jsonl", predicted, flat=file.suffix == ".csv"
-            )
+            shard = shards / f"{rank:05d}.jsonl"
+            known = _write_shard(shard, predicted, flat=file.suffix == ".csv")
         except ValueError as error:
             if accelerator.is_fsdp2:
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
         # All ranks raise the first error; else every shard is complete.
-        results: list[tuple[str | None, dict[str, None]]]
-        results = gather_object([(problem, filled)])  # type: ignore[no-untyped-call]
+        results: list[tuple[str | None, dict[str, bool]]]
+        results = gather_object([(problem, known)])  # type: ignore[no-untyped-call]
         for found, columns in results:
             if found:
                 raise ValueError(found)
-            filled |= columns
+            for name, has_value in columns.items():
+                known[name] = known.get(name, False) or has_value
+        names = [name for name, has_value in known.items() if has_value]
 
         # Join the shards, in order of rank.
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
-                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")), filled)
+                rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")), names)
     finally:
         if rank == 0:
             delete(shards, inside=file.parent)
     return rows
 
 
-def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> dict[str, None]:
-    """Write the rows of this rank; return the names of the columns that have a value."""
-    filled: dict[str, None] = {}
+def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> dict[str, bool]:
+    """Write the rows of this rank; return its columns, and whether they have a value."""
+    known: dict[str, bool] = {}
     with shard.open("w", encoding="utf-8") as stream:
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
@@ -200,8 +201,9 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> di
                 if flat:
                     _reject_lists(line)
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
-                filled |= {name: None for name, value in line.items() if value is not None}
-    return filled
+                for name, value in line.items():
+                    known[name] = known.get(name, False) or value is not None
+    return known
 
 
 def _reject_lists(row: Mapping[str, Any]) -> None:
