@@ -90,7 +90,7 @@ class PairRows(AnswerRows):
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["pair", self.length, self.overlong]
+        return ["one border", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         # A text prompt may stand beside conversations.
