@@ -307,9 +307,6 @@ def a_folder(tmp_path: Path, jinja: str, rows: list[Any]) -> dict[str, Any]:
     return {"data": str(data), "model": str(model), "length": 128, "pack": "padded"}
 
 
-LINE = "the chat template does not write content of system messages in 9 rows (first: "
-
-
 def test_a_line_counts_all_rows_also_from_the_cache_and_on_several_processes(tmp_path):
     rows = [{"messages": turns(f"q {n}", "a")} for n in range(24)]
     for row in rows[2::5]:  # 5 of the rows to train on, and 1 of those to evaluate

@@ -13,7 +13,6 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _UNREAD = ("role", "id", "tool_call_id")  # texts that only link messages
 # keys of a value, from the outermost, in {"messages": messages, "tools": tools}
 _Path = tuple[str | int, ...]
-_SYSTEM = ("system", "developer")
 
 
 def check_written(
@@ -97,13 +96,12 @@ def _paths(given: Mapping[str, Any], text: str) -> Iterator[_Path]:
                 yield path
 
 
-def _named(path: _Path, value: Mapping[str, Any]) -> Iterator[_Path]:
+def _named(path: _Path, value: Any) -> Iterator[_Path]:
     """Yield the paths of name and arguments of a tool or a call; else the path of the whole."""
-    inner = value.get("function")
-    if isinstance(inner, Mapping):
+    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         path = (*path, "function")
-        value = inner
-    if not value.get("name"):
+        value = value["function"]
+    if not isinstance(value, Mapping) or not value.get("name"):
         yield path
         return
     yield (*path, "name")
