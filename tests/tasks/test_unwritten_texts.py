@@ -89,13 +89,13 @@ def found(jinja: str, messages: Any, tools: Any = None) -> tuple[list[str], dict
     chat = Chat(tokenizer)
     rows = [conversation(messages)]
     _, errors, remarks = _make_shard(rows, lambda row: chat.encode(row, tools), range(1))
-    return [why for _, why in errors], remarks
+    return [why for _, why in errors], {what: example for what, _, example in remarks}
 
 
 NO_TOOL = template(calls=CALL, tools=TOOLS, only="m['role'] != 'tool'")
-RESULT = "the chat template does not write the tool's result of message 2"
-CALLS = "the chat template does not write the assistant's answer with the tool calls of message 1"
-NO_TOOLS = "the chat template does not write the tools, so the answers would be trained without"
+RESULT = "the chat template does not write content of tool messages (number 2: "
+CALLS = "the chat template does not write tool_calls of assistant messages (number 1: "
+NO_TOOLS = "the chat template does not write the tools (number "
 REJECTED: dict[str, tuple[str, Any, Any, str]] = {
     "a result": (NO_TOOL, with_tool("rain and wind"), None, RESULT),
     "a result that the answer repeats": (NO_TOOL, with_tool(), None, RESULT),
@@ -279,7 +279,7 @@ def test_other_texts_are_counted_with_an_example(name):
     jinja, messages, subject, example = COUNTED[name]
     errors, remarks = found(jinja, messages)
     assert not errors
-    assert remarks[f"{subject} messages"] == (1, 0, repr(example))
+    assert remarks[f"{subject} messages"] == repr(example)
     assert len(remarks) == 1 + (name == "thoughts of the last turn")
 
 
@@ -294,7 +294,7 @@ def test_templates_of_trl_write_system_prompts_and_long_conversations(name):
 
 def test_a_long_text_is_shortened():
     _, remarks = found(NO_SYSTEM, [{**SYSTEM, "content": "x" * 99}, *turns("a", "b")])
-    assert [*remarks.values()] == [(1, 0, repr("x" * 39 + "…"))]
+    assert [*remarks.values()] == ["'xxxxxxxxxxxx...xxxxxxxxxxxxx'"]
 
 
 # --- the tasks
@@ -351,7 +351,7 @@ def test_each_task_on_conversations_rejects_and_counts(tmp_path, kind):
     if kind == "distil":
         given["teacher"] = given["model"]
     make: Any = {"preference": Preference, "reward": Reward, "distil": Distil}[kind]
-    with pytest.raises(ValueError, match="row 0: .*the tool's result of message 3"):
+    with pytest.raises(ValueError, match="row 0: .*content of tool messages .number 3: '42'"):
         make(**given)
 
     # A system prompt is missing.
@@ -364,7 +364,7 @@ def test_each_task_on_conversations_rejects_and_counts(tmp_path, kind):
 def test_predict_rejects_a_prompt_whose_result_is_not_written():
     tokenizer = tokenizer_with(CHATML, NO_TOOL)
     columns = {"messages": "m", "prompt": "", "completion": "", "tools": "", "system": ""}
-    with pytest.raises(ValueError, match="the tool's result of message 2"):
+    with pytest.raises(ValueError, match="content of tool messages .number 2"):
         encoded_prompt({"m": with_tool()[:3]}, columns, tokenizer, Chat(tokenizer))
 
 

@@ -112,7 +112,7 @@ class AnswerRows(LanguageModel):
         self.end = self.tokenizer.eos_token_id
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
-        self._unwritten: dict[str, tuple[int, str]] = {}
+        self._unwritten: dict[str, Any] = {}
         self._sources = self._opened(data, held_out, unreadable, split_by)
 
     def _new_tokenizer(self, vocab: int) -> Any:
@@ -128,9 +128,9 @@ class AnswerRows(LanguageModel):
             )
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
-        counts = []
-        for subject, (count, first) in self._unwritten.items():
-            counts.append(f"{subject} in {count:,} rows (first: {first})")
+        counts = [
+            f"{what} in {n:,} rows (first: {row})" for what, (n, row) in self._unwritten.items()
+        ]
         if counts:
             self._data_notes.append(f"the chat template does not write {'; '.join(counts)}")
         return texts
@@ -227,8 +227,8 @@ class AnswerRows(LanguageModel):
 
         # Count the texts that the template does not write.
         for subject, (count, index, example) in texts.remarks.items():
-            before, first = self._unwritten.get(subject, (0, f"{rows.where(index)}: {example}"))
-            self._unwritten[subject] = (before + count, first)
+            first = f"{rows.where(index)}: {example}"
+            self._unwritten.setdefault(subject, [0, first])[0] += count
         return texts, content
 
     def _new_rows(self, data: str, *, labelled: bool) -> tuple[Ragged, Any]:

@@ -1,6 +1,7 @@
 """Prompts and completions as tokens, and the character offsets of tokens."""
 
 from collections.abc import Collection, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -41,10 +42,8 @@ def with_one_border(
         ValueError: an answer begins at the first token, which nothing predicts.
     """
     ids = [token_ids(side) for side in sides]
-    tokens = np.array(_with_one_begin(tokenizer, prompt)[0])
-    most = min(len(tokens), min(map(len, ids)) - 1)
-    same = np.logical_and.reduce([side[:most] == tokens[:most] for side in ids])
-    border = int(np.append(same, False).argmin())
+    texts = [_with_one_begin(tokenizer, prompt)[0], *(side[:-1].tolist() for side in ids)]
+    border = len(commonprefix(texts))  # noqa: RUF071 of lists
     return [_marked(side, border) for side in ids]
 
 

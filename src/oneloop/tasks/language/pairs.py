@@ -9,6 +9,7 @@ token (:func:`oneloop.tasks.language.completions.with_one_border`).
 import json
 import math
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -175,11 +176,7 @@ def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
     As in TRL, a blank at the end of the beginning belongs to the answers. Raise ValueError if the
     texts have no common beginning.
     """
-    same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        same += 1
+    same = len(commonprefix([chosen, rejected]))  # noqa: RUF071 by characters
     if same and same < min(len(chosen), len(rejected)) and chosen[same - 1] == " ":
         same -= 1
     answers = {"chosen": chosen[same:], "rejected": rejected[same:]}

@@ -5,21 +5,38 @@ template writes it: stripped, in any form of JSON, as a call in Python, or as XM
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from functools import reduce
+from operator import getitem
+from reprlib import repr as brief
+from typing import Any, NamedTuple
 
 from oneloop.tasks.rows.cached_arrays import remark
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-_UNREAD = ("role", "id", "tool_call_id")  # texts that only link messages
-# keys of a value, from the outermost, in {"messages": messages, "tools": tools}
-_Path = tuple[str | int, ...]
+_UNREAD = ("role", "id", "tool_call_id")  # they only link messages
+Render = Callable[[Sequence[Any], Any], str]
+"""renders messages and tools, or raises ValueError"""
+
+
+class _Part(NamedTuple):
+    """A value that a template should write.
+
+    Args:
+        path: its keys in {"messages": messages, "tools": tools}, from the outermost.
+        value: a text, or an object.
+        subject: what it is, for the log.
+        needed: whether an answer depends on it.
+    """
+
+    path: tuple[Any, ...]
+    value: Any
+    subject: str
+    needed: bool = True
 
 
 def check_written(
-    text: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Any] | None,
-    render: Callable[[Sequence[Any], Any], str],
+    text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, render: Render
 ) -> None:
     """Raise ValueError if a template leaves out tools, tool calls or results; count other texts.
 
@@ -27,130 +44,91 @@ def check_written(
         text: the rendered conversation.
         messages: the conversation, with tool calls in the form that the template needs.
         tools: JSON schemas for the template.
-        render: renders messages and tools, or raises ValueError.
+        render: renders messages and tools.
     """
     # Most conversations have only contents, which are found in their order.
     given = {"messages": messages, "tools": tools or ()}
-    paths = [*_paths(given, text)]
-    contents = [_value(given, path) for path in paths if path[-1] == "content"]
-    results = any(message["role"] == "tool" for message in messages)
-    if len(contents) == len(paths) and not results and _in_order(text, contents):
+    parts = [*_parts(given, text)]
+    plain = not any(part.needed or part.path[-1] != "content" for part in parts)
+    if plain and _in_order(text, parts):
         return
 
     # Replace all texts by marks, which the template should write.
-    marks = [f"Qx{number}xQ" for number in range(len(paths))]
-    marked = _rendered(given, paths, marks, render) or ""
-    missing = [path for path, mark in zip(paths, marks, strict=True) if mark not in marked]
+    marks = {f"Qx{number}xQ": part for number, part in enumerate(parts)}
+    marked = _rendered(given, marks, render) or ""
 
-    # Replace only the others: the template may write a mark in another form.
-    for several in (missing, *([path] for path in missing)):
-        if several and _rendered(given, several, marks, render) == text:
-            for path in several:
-                _report(given, path)
-            if several is missing:
-                return
-
-
-def _report(given: Mapping[str, Any], path: _Path) -> None:
-    """Raise ValueError about a text that is not written, or count it."""
-    if path[0] == "tools":
-        raise ValueError(
-            "the chat template does not write the tools, so the answers would be trained without "
-            "them; use a template that writes them, or ignore the column: task.tools ''"
-        )
-    number, key = path[1:3]
-    role = given["messages"][number]["role"]
-    if key == "tool_calls":
-        raise ValueError(
-            "the chat template does not write the assistant's answer with the tool calls of "
-            f"message {number}; use a template that writes them, or remove the row"
-        )
-    value = _value(given, path)
-    if role == "tool" and key == "content":
-        raise ValueError(
-            f"the chat template does not write the tool's result of message {number} "
-            f"({_brief(value)}), so the next answer would be trained without it; use a template "
-            "that writes it, or remove the row"
-        )
-    remark(f"{key} of {role} messages", _brief(value))
+    # Replace each of the others alone: the template may write a mark in another form.
+    counted = set[str]()
+    for mark, part in marks.items():
+        if mark in marked or part.subject in counted:
+            continue
+        if _rendered(given, {mark: part}, render) != text:
+            continue
+        example = brief(part.value)
+        if part.needed:
+            raise ValueError(
+                f"the chat template does not write {part.subject} (number {part.path[1]}: "
+                f"{example}), so an answer would be trained without it; use a template that writes "
+                "it, or remove the row (to ignore all tools: task.tools '')"
+            )
+        counted.add(part.subject)
+        remark(part.subject, example)
 
 
-def _paths(given: Mapping[str, Any], text: str) -> Iterator[_Path]:
-    """Yield the paths of the values that a template should write."""
+def _parts(given: Mapping[str, Any], text: str) -> Iterator[_Part]:
+    """Yield the values that a template should write."""
     for number, tool in enumerate(given["tools"]):
-        yield from _named(("tools", number), tool)
-    messages = given["messages"]
-    for number, message in enumerate(messages):
+        yield from _named(("tools", number), tool, "the tools")
+    for number, message in enumerate(given["messages"]):
+        role = message["role"]
         for key, value in message.items():
             path = ("messages", number, key)
+            subject = f"{key} of {role} messages"
             if key == "tool_calls":
                 for index, call in enumerate(value):
-                    yield from _named((*path, index), call)
+                    yield from _named((*path, index), call, subject)
             if not isinstance(value, str) or not value.strip() or key in _UNREAD:
                 continue
+
             # Templates drop earlier thoughts by design, and a tool's name stands in its call.
             thoughts = key in _THOUGHTS
-            repeated = thoughts or (message["role"] == "tool" and key == "name")
-            earlier = thoughts and number < len(messages) - 1
-            if not earlier and not (repeated and value.strip() in text):
-                yield path
+            if thoughts and message is not given["messages"][-1]:
+                continue
+            repeated = thoughts or (role, key) == ("tool", "name")
+            if not (repeated and value.strip() in text):
+                yield _Part(path, value, subject, (role, key) == ("tool", "content"))
 
 
-def _named(path: _Path, value: Any) -> Iterator[_Path]:
-    """Yield the paths of name and arguments of a tool or a call; else the path of the whole."""
+def _named(path: tuple[Any, ...], value: Any, subject: str) -> Iterator[_Part]:
+    """Yield name and arguments of a tool or a call; the whole, if it has no name."""
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
         path = (*path, "function")
         value = value["function"]
     if not isinstance(value, Mapping) or not value.get("name"):
-        yield path
+        yield _Part(path, value, subject)
         return
-    yield (*path, "name")
-    if value.get("arguments"):
-        yield (*path, "arguments")
+    for key in ("name", "arguments"):
+        if value.get(key):
+            yield _Part((*path, key), value[key], subject)
 
 
-def _in_order(text: str, contents: Sequence[str]) -> bool:
-    """Return whether a text has these contents one after the other."""
-    position = 0
-    for content in contents:
-        found = text.find(content.strip(), position)
-        if found < 0:
+def _in_order(text: str, parts: Sequence[_Part]) -> bool:
+    """Return whether a text has these texts one after the other."""
+    for part in parts:
+        _, found, text = text.partition(part.value.strip())
+        if not found:
             return False
-        position = found + len(content.strip())
     return True
 
 
-def _rendered(
-    given: Any,
-    paths: Sequence[_Path],
-    marks: Sequence[str],
-    render: Callable[[Sequence[Any], Any], str],
-) -> str | None:
-    """Return the text with marks at some paths; None if the template rejects them."""
-    for path, mark in zip(paths, marks, strict=False):
-        given = _with(given, path, mark)
+def _rendered(given: Any, marks: Mapping[str, _Part], render: Render) -> str | None:
+    """Return the text with marks in place of values; None if the template rejects them."""
+    changed = deepcopy(given)
+    for mark, part in marks.items():
+        *outer, key = part.path
+        of_keys = dict.fromkeys(part.value, mark) if isinstance(part.value, Mapping) else mark
+        reduce(getitem, outer, changed)[key] = of_keys
     try:
-        return render(given["messages"], given["tools"])
+        return render(changed["messages"], changed["tools"])
     except ValueError:
         return None
-
-
-def _value(given: Any, path: _Path) -> Any:
-    """Return the value at a path."""
-    for key in path:
-        given = given[key]
-    return given
-
-
-def _with(given: Any, path: _Path, mark: str) -> Any:
-    """Return a copy in which a mark is in place of a text, and of each value of an object."""
-    if path:
-        key: Any = path[0]
-        copy: Any = {**given} if isinstance(given, Mapping) else [*given]
-        copy[key] = _with(given[key], path[1:], mark)
-        return copy
-    return dict.fromkeys(given, mark) if isinstance(given, Mapping) else mark
-
-
-def _brief(value: str) -> str:
-    return repr(value if len(value) < 40 else f"{value[:39]}…")

@@ -25,10 +25,9 @@ from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-Remark = tuple[int, int, str]
-"""number of rows, and index and example of the first one"""
-# arrays of a shard's rows; index and error of each invalid row; remarks by subject
-ShardResult = tuple[list[Any], list[tuple[int, str]], dict[str, Remark]]
+# arrays of a shard's rows; index and error of each invalid row; and of each remark about a row its
+# subject, the index and an example
+ShardResult = tuple[list[Any], list[tuple[int, str]], list[tuple[str, int, str]]]
 _SHARD = 2000  # rows per task of a worker process
 
 
@@ -39,7 +38,8 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
-    remarks: Mapping[str, Remark] = field(default_factory=dict)  # by subject
+    # of each subject: number of rows, and index and example of the first one
+    remarks: Mapping[str, Any] = field(default_factory=dict)
 
 
 _remarks: dict[str, str] = {}  # about the row of which this process makes an array
@@ -112,10 +112,7 @@ def _read(folder: Path) -> Ragged | None:
         values: NDArray[np.int32] = np.zeros(0, np.int32)
         if len(ends) and ends[-1]:  # an empty file cannot be mapped
             values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
-        skipped, remarks = (
-            json.loads((folder / name).read_text()) for name in ("skipped.json", "remarks.json")
-        )
-        return Ragged(values, ends, skipped, remarks)
+        return Ragged(values, ends, *json.loads((folder / "rows.json").read_text()))
     except (OSError, ValueError, EOFError):
         return None
 
@@ -123,27 +120,26 @@ def _read(folder: Path) -> Ragged | None:
 def _write_arrays(
     rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
 ) -> None:
-    """Write values.bin, ends.npy and JSON files; stop above ``allowed`` invalid rows."""
+    """Write values.bin, ends.npy and rows.json; stop above ``allowed`` invalid rows."""
     shards = []
     for start in range(0, len(rows), shard):
         shards.append(range(start, min(start + shard, len(rows))))
     lengths = list[int]()
     skipped = list[tuple[int, str]]()
-    remarks = dict[str, Remark]()
+    remarks = dict[str, Any]()
     with (folder / "values.bin").open("wb") as file:
         made = tracked(in_order(rows, make, shards), what, total=len(shards))
         for arrays, invalid, found in made:
             skipped += invalid
-            for subject, of_shard in found.items():
-                _add(remarks, subject, *of_shard)
+            for subject, *first in found:
+                remarks.setdefault(subject, [0, *first])[0] += 1
             if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
             if arrays:
                 # np.tofile would not say that the disk is full
                 file.write(np.concatenate(arrays).data)
-    (folder / "skipped.json").write_text(json.dumps(skipped))
-    (folder / "remarks.json").write_text(json.dumps(remarks))
+    (folder / "rows.json").write_text(json.dumps([skipped, remarks]))
     content = BytesIO()
     np.save(content, np.cumsum(lengths, dtype=np.int64))
     (folder / "ends.npy").write_bytes(content.getvalue())
@@ -208,7 +204,7 @@ def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardRes
     """Return the arrays of these rows, index and error of the invalid ones, and remarks."""
     arrays = []
     invalid = []
-    remarks = dict[str, Remark]()
+    remarks = []
     for index in shard:
         row = rows[index]
         _remarks.clear()
@@ -217,12 +213,5 @@ def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardRes
         except ValueError as error:
             invalid.append((index, str(error)))
             continue
-        for subject, example in _remarks.items():
-            _add(remarks, subject, 1, index, example)
+        remarks += [(subject, index, example) for subject, example in _remarks.items()]
     return arrays, invalid, remarks
-
-
-def _add(remarks: dict[str, Remark], subject: str, count: int, index: int, example: str) -> None:
-    """Count more rows of a subject; the first example stays."""
-    first = remarks.get(subject, (0, index, example))
-    remarks[subject] = (first[0] + count, first[1], first[2])
