@@ -42,7 +42,8 @@ def with_one_border(
         ValueError: an answer begins at the first token, which nothing predicts.
     """
     ids = [token_ids(side) for side in sides]
-    texts = [_with_one_begin(tokenizer, prompt)[0], *(side[:-1].tolist() for side in ids)]
+    texts = [side[:-1].tolist() for side in ids]
+    texts.append(_with_one_begin(tokenizer, prompt)[0])
     border = len(commonprefix(texts))  # noqa: RUF071 of lists
     return [_marked(side, border) for side in ids]
 

@@ -27,7 +27,7 @@ from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 Make = Callable[[Row], NDArray[np.int32]]
 # arrays of a shard's rows; index and error of each invalid row; and of each remark about a row its
 # subject, the index and an example
-ShardResult = tuple[list[Any], list[tuple[int, str]], list[tuple[str, int, str]]]
+ShardResult = tuple[list[Any], list[tuple[int, str]], list[Any]]
 _SHARD = 2000  # rows per task of a worker process
 
 
