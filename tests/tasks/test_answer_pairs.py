@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import border_pairs
 from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language.chat import Chat
@@ -138,6 +139,73 @@ def test_the_common_beginning_is_that_of_trl(name):
     columns = {key: name if name in row else "" for key, name in COLUMNS.items()}
     prompt, answers = _parts(row, columns)
     assert {"prompt": prompt, **answers} == {key: expected[key] for key in ("prompt", *answers)}
+
+
+def by_definition(row: dict[str, str], tokenizer: Any) -> tuple[list[int], ...]:
+    """Return the tokens of the prompt and of both answers, as TRL defines them."""
+    from oneloop.tasks.language.pairs import _parts
+
+    # Tokenize the prompt, and the prompt with each answer and an end token.
+    columns = {key: name if name in row else "" for key, name in COLUMNS.items()}
+    prompt, answers = _parts(row, columns)
+    end = tokenizer.eos_token
+    texts = [prompt]
+    texts += [prompt + answer.removesuffix(end) + end for answer in answers.values()]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+
+    # The answers begin at the first difference.
+    border = 0
+    while border < min(map(len, ids)) and len({one[border] for one in ids}) == 1:
+        border += 1
+    return ids[0][:border], ids[1][border:], ids[2][border:]
+
+
+def without_second_end(answer: list[int]) -> list[int]:
+    """Return tokens without the end token that a tokenizer adds to the one of the text."""
+    return answer[:-1] if answer[-2:-1] == answer[-1:] else answer
+
+
+def test_pairs_of_the_border_are_forty():
+    assert len(border_pairs.ROWS) == 40
+
+
+@pytest.mark.parametrize("name", border_pairs.TOKENIZERS)
+def test_both_answers_begin_at_the_first_token_that_differs(name):
+    tokenizer = border_pairs.tokenizer_of(name)
+    found = 0
+    for row in border_pairs.ROWS:
+        prompt, chosen, rejected = by_definition(row, tokenizer)
+        columns = {key: name if name in row else "" for key, name in COLUMNS.items()}
+        if not prompt:
+            with pytest.raises(ValueError, match="or its first token continues into the answer"):
+                encoded_pair(row, columns, tokenizer, None, length=200)
+            continue
+        sides = sides_of(encoded_pair(row, columns, tokenizer, None, length=200))
+        for side, answer in zip(sides, (chosen, rejected), strict=True):
+            border = len(prompt)
+            assert token_ids(side[:border]).tolist() == prompt and (side[:border] < 0).all()
+            assert side[border:].tolist() == without_second_end(answer), row
+        found += 1
+    assert found >= 30
+
+
+def test_a_cut_or_a_drop_keeps_the_border():
+    tokenizer = border_pairs.tokenizer_of("begin")
+    row = {"prompt": "3 the c", "chosen": "at sat on the mat", "rejected": "u"}
+    columns = {key: name if name in row else "" for key, name in COLUMNS.items()}
+    whole = encoded_pair(row, columns, tokenizer, None, length=200)
+    border = int((sides_of(whole)[0] >= 0).argmax())
+    longest = max(map(len, sides_of(whole)))
+
+    # The rejected side is "<s>", " the", " c", "u": its answer begins before " c".
+    assert tokenizer.decode(sides_of(whole)[1][border:]) == " cu<|im_end|>"
+    cut = sides_of(encoded_pair(row, columns, tokenizer, None, length=border))
+    assert [int((side >= 0).argmax()) for side in cut] == [border, border]
+    for length, count in ((longest - 2, 0), (longest - 1, len(whole))):
+        made = encoded_pair(row, columns, tokenizer, None, length=length, overlong="drop")
+        assert len(made) == count
+    with pytest.raises(ValueError, match="the answer is empty after the cut"):
+        encoded_pair(row, columns, tokenizer, None, length=border - 1)
 
 
 def test_answers_are_cut_at_their_ends_or_the_pair_is_dropped():
@@ -372,7 +440,9 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
     for made in (packed, padded):
         assert made.freeze().content == made.documents.digest(marks=False)
         with placeholder_outputs():
-            assert all((one["logp"] == 0).all() for one in made.pair(3)[2:])
+            sample = made[0]
+        records = sample[0][2:] if made is packed else sample[2:]
+        assert len(records) == 2 and all((one["logp"] == 0).all() for one in records)
         made.outputs = Filled(made)  # type: ignore[assignment]
 
     # The sums of a padded batch are those of each side.

@@ -473,7 +473,7 @@ def test_prompts_and_completions_as_texts():
             assert marked(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
     with pytest.raises(
         ValueError,
-        match="the prompt is empty, so the completion's first token could not be trained",
+        match="the prompt is empty, or its first token continues into the answer",
     ):
         completed(plain, "", "b")
     for tokenizer in (with_begin, with_both):  # no second <s> if the text begins with one

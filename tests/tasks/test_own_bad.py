@@ -558,7 +558,7 @@ def test_half_of_a_cached_set_is_made_again(tmp_path, monkeypatch, damage):
     right = made_of_few()
     assert len(right[0]) == 77 and len(right[1]) == 39 and right[2] == [(7, "seven")]
     (folder,) = [path for path in (tmp_path / "made").iterdir() if path.is_dir()]
-    for name in ("values.bin", "ends.npy", "skipped.json"):
+    for name in ("values.bin", "ends.npy", "rows.json"):
         DAMAGE[damage](folder / name)
         assert made_of_few() == right
         assert (folder / name).is_file()

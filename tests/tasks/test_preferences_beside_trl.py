@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import transformers
 from torch.utils.data import SequentialSampler
 
+from border_pairs import ROWS, TOKENIZERS, tokenizer_of
 from preference_rows import a_llama, rows, write
 from worlds import run, train
 
@@ -174,6 +176,42 @@ def theirs(folder: Path, trainer: type, config: type, **how: Any) -> Any:
     )
     made.train()
     return made
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_forty_pairs_of_texts_have_the_tokens_of_trl(name):
+    trainer = pytest.importorskip("trl").DPOTrainer  # needs Python 3.11
+    from datasets import Dataset
+
+    from oneloop.tasks.language.pairs import encoded_pair
+
+    tokenizer = tokenizer_of(name)
+    settings = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
+    found = 0
+    for row in ROWS:
+        # TRL prepares the row; its tokenizer adds a second end token, which ours does not keep.
+        given = SimpleNamespace(_tokenizer=tokenizer)
+        prepared = trainer._prepare_dataset(
+            given, Dataset.from_list([row]), tokenizer, settings, "train"
+        )[0]
+        expected = []
+        for side in ("chosen", "rejected"):
+            answer = prepared[f"{side}_ids"]
+            expected.append(answer[:-1] if answer[-2:-1] == answer[-1:] else answer)
+
+        # Without a common token, TRL leaves out the first token of both answers: we reject it.
+        columns = {key: key if key in row else "" for key in ("prompt", "chosen", "rejected")}
+        columns |= {"tools": "", "system": ""}
+        if not prepared["prompt_ids"]:
+            with pytest.raises(ValueError, match="or its first token continues into the answer"):
+                encoded_pair(row, columns, tokenizer, None, length=200)
+            continue
+        pair = encoded_pair(row, columns, tokenizer, None, length=200)
+        sides = [pair[2 : 2 + pair[0]], pair[2 + pair[0] :]]
+        assert [side[side >= 0].tolist() for side in sides] == expected, row
+        assert [(~side[side < 0]).tolist() for side in sides] == [prepared["prompt_ids"]] * 2
+        found += 1
+    assert len(ROWS) == 40 and found >= 30
 
 
 DPO = {

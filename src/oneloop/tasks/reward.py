@@ -134,7 +134,7 @@ class Reward(PairRows):
         return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["reward", self.length, self.overlong]
+        return ["one border, reward", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         if columns.get("messages"):

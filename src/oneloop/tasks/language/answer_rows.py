@@ -36,7 +36,7 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 
-_CACHE_VERSION = 1  # increase it if the tokens of a row change
+_CACHE_VERSION = 2  # increase it if the tokens of a row change
 Encode = Callable[..., Any]
 """a function of a row, with the arguments of :func:`oneloop.tasks.language.conversations.encoded`
 """
@@ -112,6 +112,7 @@ class AnswerRows(LanguageModel):
         self.end = self.tokenizer.eos_token_id
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
+        self._unwritten: dict[str, Any] = {}
         self._sources = self._opened(data, held_out, unreadable, split_by)
 
     def _new_tokenizer(self, vocab: int) -> Any:
@@ -127,6 +128,11 @@ class AnswerRows(LanguageModel):
             )
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
+        counts = [
+            f"{what} in {n:,} rows (first: {row})" for what, (n, row) in self._unwritten.items()
+        ]
+        if counts:
+            self._data_notes.append(f"the chat template does not write {'; '.join(counts)}")
         return texts
 
     def _packaged(self) -> Source:
@@ -218,6 +224,11 @@ class AnswerRows(LanguageModel):
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:
             content["skipped"] = key_of(left_out)
+
+        # Count the texts that the template does not write.
+        for subject, (count, index, example) in texts.remarks.items():
+            first = f"{rows.where(index)}: {example}"
+            self._unwritten.setdefault(subject, [0, first])[0] += count
         return texts, content
 
     def _new_rows(self, data: str, *, labelled: bool) -> tuple[Ragged, Any]:

@@ -9,7 +9,7 @@ follows, which is checked in each conversation.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.completions import first_ending_after, first_starting_at, with_offsets
-from oneloop.tasks.language.tool_calls import CallForm, call_form, check_written
+from oneloop.tasks.language.tool_calls import CallForm, call_form
+from oneloop.tasks.language.unwritten_texts import check_written
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _HINT = (
@@ -117,6 +118,8 @@ class Chat:
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Return the tokens of a conversation that the assistant should answer."""
         text = self.render(messages, tools, prompt=True)
+        render = partial(self.render, prompt=True)
+        check_written(text, self.call_form.converted(messages), tools, render)
         return with_offsets(self.tokenizer, text, add_special_tokens=False)[0]
 
     def encode(
@@ -141,7 +144,7 @@ class Chat:
         """
         # Find the character ranges that are trained.
         text, spans = self._rendered(messages, tools, marks=self.marked)
-        check_written(text, messages, lambda changed: self.render(changed, tools))
+        check_written(text, self.call_form.converted(messages), tools, self.render)
         if not self.marked:
             spans = self._prefix_ranges(text, messages, tools, given, untrained)
         elif given:

@@ -1,11 +1,13 @@
 """Prompts and completions as tokens, and the character offsets of tokens."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 _INSPECTED = 100  # number of texts
@@ -14,18 +16,46 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
-    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
-    prompt is empty.
+    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or no
+    token ends within the prompt.
     """
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)
     array = np.array([*tokens, end], dtype=np.int32)
-    border = first_ending_after(offsets, len(prompt))
+    return _marked(array, first_ending_after(offsets, len(prompt)))
+
+
+def with_one_border(
+    tokenizer: Any, prompt: str, sides: Sequence[NDArray[np.int32]]
+) -> list[NDArray[np.int32]]:
+    """Return the tokens of several answers to a prompt, which all begin at the same token.
+
+    They begin at the first token that differs between the prompt alone and the prompt with any of
+    the answers, as in TRL (``common_prefix_length``). Each answer keeps at least one token.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        prompt: the prompt, not empty.
+        sides: of each answer, the tokens that :func:`completed` returns.
+
+    Raises:
+        ValueError: an answer begins at the first token, which nothing predicts.
+    """
+    ids = [token_ids(side) for side in sides]
+    texts = [side[:-1].tolist() for side in ids]
+    texts.append(_with_one_begin(tokenizer, prompt)[0])
+    border = len(commonprefix(texts))  # noqa: RUF071 of lists
+    return [_marked(side, border) for side in ids]
+
+
+def _marked(tokens: NDArray[np.int32], border: int) -> NDArray[np.int32]:
+    """Return tokens as complements before a border. Raise ValueError if there are none."""
     if not border:
         raise ValueError(
-            "the prompt is empty, so the completion's first token could not be trained; fill it"
+            "the prompt is empty, or its first token continues into the answer, so the answer's "
+            "first token could not be trained; make the prompt longer"
         )
-    return np.where(np.arange(len(array)) < border, ~array, array)
+    return np.where(np.arange(len(tokens)) < border, ~tokens, tokens)
 
 
 def whole_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
@@ -57,20 +87,24 @@ def prompted(tokenizer: Any, prompt: str) -> list[int]:
 
 def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
     """Return tokens and offsets of a text, with at most one BOS token and no appended tokens."""
-    tokens, offsets = with_offsets(tokenizer, text)
+    tokens, offsets = _with_one_begin(tokenizer, text)
 
     # Drop tokens that the tokenizer appends: they have no characters, or are the end token.
     while len(tokens) > 1:
         if offsets[len(tokens) - 1].any() and tokens[-1] != tokenizer.eos_token_id:
             break
         tokens = tokens[:-1]
+    return tokens, offsets[: len(tokens)]
 
-    # Drop the tokenizer's BOS token if the text already has one.
+
+def _with_one_begin(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
+    """Return tokens and offsets of a text, without the BOS token if the text has another one."""
+    tokens, offsets = with_offsets(tokenizer, text)
     first = 0
     bos = tokenizer.bos_token_id
     while bos is not None and tokens[first : first + 2] == [bos, bos]:
         first += 1
-    return tokens[first:], offsets[first : len(tokens)]
+    return tokens[first:], offsets[first:]
 
 
 def with_offsets(tokenizer: Any, text: str, **options: bool) -> tuple[list[int], NDArray[np.int64]]:

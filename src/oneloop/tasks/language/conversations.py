@@ -60,7 +60,7 @@ def encoded(
             "be texts, or both messages"
         )
     if is_text(prompt):
-        _reject_system(row, columns)
+        _reject_unread(row, columns, tools)
         if not completion:
             raise ValueError("the completion is empty; fill it, or remove the row")
         return completed(tokenizer, prompt, completion)
@@ -69,6 +69,11 @@ def encoded(
     template = _chat(chat)
     before, _ = _messages(row, columns, prompt, ())
     after = conversation(completion)
+    if before[-1]["role"] == after[0]["role"] == "assistant":
+        raise ValueError(
+            f"the prompt ends with a message of the assistant ({_brief(before[-1]['content'])}), "
+            "and an answer follows; join a begun answer and its end into one message of the answer"
+        )
     untrained = {len(before) + number for number in _left_out(completion, after, flags)}
     return template.encode([*before, *after], tools, given=len(before), untrained=untrained)
 
@@ -90,7 +95,7 @@ def encoded_prompt(
     if columns["completion"] and row[columns["completion"]]:
         return encoded(row, columns, tokenizer, chat, flags)
     if columns["prompt"] and is_text(prompt):
-        _reject_system(row, columns)
+        _reject_unread(row, columns, tools)
         tokens = prompted(tokenizer, prompt)
     else:
         # The messages of a prompt have no flags.
@@ -141,13 +146,17 @@ def _system(
     return []
 
 
-def _reject_system(row: Row, columns: Mapping[str, str]) -> None:
-    """Raise ValueError if a row whose prompt is a text has a system prompt."""
-    if _system_text(row, columns):
-        raise ValueError(
-            f"the column {columns['system']!r} has a system prompt, and the prompt is a text; "
-            "write it as messages, or ignore the column: task.system ''"
-        )
+def _reject_unread(row: Row, columns: Mapping[str, str], tools: Sequence[Any] | None) -> None:
+    """Raise ValueError if a row whose prompt is a text has a system prompt or tools."""
+    for key, name, value in (
+        ("system", "a system prompt", _system_text(row, columns)),
+        ("tools", "tools", tools),
+    ):
+        if value:
+            raise ValueError(
+                f"the column {columns[key]!r} has {name}, and the prompt is a text; write it as "
+                f"messages, or ignore the column: task.{key} ''"
+            )
 
 
 def _system_text(row: Row, columns: Mapping[str, str]) -> str:

@@ -90,7 +90,7 @@ class PairRows(AnswerRows):
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["pair", self.length, self.overlong]
+        return ["one border", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         # A text prompt may stand beside conversations.
@@ -98,7 +98,7 @@ class PairRows(AnswerRows):
 
     def _preview(self, pairs: Pairs) -> str:
         """Return a log line with the texts of a pair."""
-        chosen, rejected = (self._parts_of(side) for side in pairs.pair(0)[:2])
+        chosen, rejected = (self._parts_of(side) for side in pairs.pair(0))
         return f"a pair: {chosen[0]!r}, chosen {chosen[1]!r}, rejected {rejected[1]!r}"
 
     def _parts_of(self, side: Any) -> tuple[str, str]:

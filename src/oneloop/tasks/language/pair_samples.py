@@ -64,11 +64,14 @@ class Pairs:
         self.outputs: FrozenOutputs | None = None
 
     def pair(self, number: int) -> list[Any]:
+        """Return both spans of a pair."""
+        return [self.documents[2 * number], self.documents[2 * number + 1]]
+
+    def _recorded(self, number: int) -> list[Any]:
         """Return both spans of a pair; with their frozen records, if the task needs any."""
-        spans = [self.documents[2 * number], self.documents[2 * number + 1]]
         if self.outputs is None:
-            return spans
-        return [*spans, self.outputs[2 * number], self.outputs[2 * number + 1]]
+            return self.pair(number)
+        return [*self.pair(number), self.outputs[2 * number], self.outputs[2 * number + 1]]
 
     def freeze(self, record: np.dtype[Any] = RECORD) -> FrozenOutputs:
         """Add a record of a frozen model for each token that has a next one, in any answer or
@@ -109,7 +112,7 @@ class PaddedPairs(Pairs):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.pair(index)
+        return self._recorded(index)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -138,7 +141,7 @@ class PackedPairs(Pairs):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return [self.pair(number) for number in self.bins[index].tolist()]
+        return [self._recorded(number) for number in self.bins[index].tolist()]
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -2,12 +2,14 @@
 
 A pair is one array: the number of tokens of the chosen side, the bits of the margin (float32), the
 tokens of the chosen side, and those of the rejected side. Each side is a prompt, as complements
-(:mod:`oneloop.tasks.language.sequences`), and an answer.
+(:mod:`oneloop.tasks.language.sequences`), and an answer. In texts, both answers begin at the same
+token (:func:`oneloop.tasks.language.completions.with_one_border`).
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
+from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.completions import with_one_border
 from oneloop.tasks.language.conversations import conversation, encoded, is_text
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.rows.rows import Row
@@ -61,6 +64,8 @@ def encoded_pair(
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
         sides.append(tokens)
+    if is_text(prompt):
+        sides = with_one_border(tokenizer, prompt, sides)
 
     # Drop a pair that is too long, or cut the ends of its answers.
     long = [len(tokens) > length + 1 for tokens in sides]
@@ -171,11 +176,7 @@ def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
     As in TRL, a blank at the end of the beginning belongs to the answers. Raise ValueError if the
     texts have no common beginning.
     """
-    same = 0
-    for one, other in zip(chosen, rejected, strict=False):
-        if one != other:
-            break
-        same += 1
+    same = len(commonprefix([chosen, rejected]))  # noqa: RUF071 by characters
     if same and same < min(len(chosen), len(rejected)) and chosen[same - 1] == " ":
         same -= 1
     answers = {"chosen": chosen[same:], "rejected": rejected[same:]}

@@ -82,31 +82,6 @@ def call_form(render: Callable[[Sequence[Any]], str]) -> CallForm:
     return CallForm()
 
 
-def check_written(
-    text: str, messages: Sequence[Any], render: Callable[[Sequence[Any]], str]
-) -> None:
-    """Raise ValueError if a template leaves out tool calls.
-
-    Args:
-        text: the rendered conversation.
-        messages: the conversation.
-        render: renders messages, or raises ValueError.
-    """
-    for number, message in enumerate(messages):
-        if not message.get("tool_calls"):
-            continue
-        without = {key: value for key, value in message.items() if key != "tool_calls"}
-        try:
-            same = render([*messages[:number], without, *messages[number + 1 :]]) == text
-        except ValueError:
-            continue
-        if same:
-            raise ValueError(
-                "the chat template does not write the assistant's answer with the tool calls of "
-                f"message {number}; use a template that writes them, or remove the row"
-            )
-
-
 def _parsed_object(text: str) -> Any:
     """Return arguments parsed as a JSON object, or unchanged if they are not one."""
     try:

@@ -5,9 +5,9 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -25,8 +25,9 @@ from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-# arrays of a shard's rows; index and error of each invalid row
-ShardResult = tuple[list[Any], list[tuple[int, str]]]
+# arrays of a shard's rows; index and error of each invalid row; and of each remark about a row its
+# subject, the index and an example
+ShardResult = tuple[list[Any], list[tuple[int, str]], list[Any]]
 _SHARD = 2000  # rows per task of a worker process
 
 
@@ -37,6 +38,16 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
+    # of each subject: number of rows, and index and example of the first one
+    remarks: Mapping[str, Any] = field(default_factory=dict)
+
+
+_remarks: dict[str, str] = {}  # about the row of which this process makes an array
+
+
+def remark(subject: str, example: str) -> None:
+    """Count the row of which :func:`ragged` makes an array, once for each subject."""
+    _remarks.setdefault(subject, example)
 
 
 def ragged(
@@ -101,7 +112,7 @@ def _read(folder: Path) -> Ragged | None:
         values: NDArray[np.int32] = np.zeros(0, np.int32)
         if len(ends) and ends[-1]:  # an empty file cannot be mapped
             values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
-        return Ragged(values, ends, json.loads((folder / "skipped.json").read_text()))
+        return Ragged(values, ends, *json.loads((folder / "rows.json").read_text()))
     except (OSError, ValueError, EOFError):
         return None
 
@@ -109,22 +120,26 @@ def _read(folder: Path) -> Ragged | None:
 def _write_arrays(
     rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
 ) -> None:
-    """Write values.bin, ends.npy and skipped.json; stop above ``allowed`` invalid rows."""
+    """Write values.bin, ends.npy and rows.json; stop above ``allowed`` invalid rows."""
     shards = []
     for start in range(0, len(rows), shard):
         shards.append(range(start, min(start + shard, len(rows))))
     lengths = list[int]()
     skipped = list[tuple[int, str]]()
+    remarks = dict[str, Any]()
     with (folder / "values.bin").open("wb") as file:
-        for arrays, invalid in tracked(in_order(rows, make, shards), what, total=len(shards)):
+        made = tracked(in_order(rows, make, shards), what, total=len(shards))
+        for arrays, invalid, found in made:
             skipped += invalid
+            for subject, *first in found:
+                remarks.setdefault(subject, [0, *first])[0] += 1
             if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
             if arrays:
                 # np.tofile would not say that the disk is full
                 file.write(np.concatenate(arrays).data)
-    (folder / "skipped.json").write_text(json.dumps(skipped))
+    (folder / "rows.json").write_text(json.dumps([skipped, remarks]))
     content = BytesIO()
     np.save(content, np.cumsum(lengths, dtype=np.int64))
     (folder / "ends.npy").write_bytes(content.getvalue())
@@ -186,13 +201,17 @@ def _make_here(shard: range) -> ShardResult:
 
 
 def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardResult:
-    """Return the arrays of these rows, and index and error of the invalid ones."""
+    """Return the arrays of these rows, index and error of the invalid ones, and remarks."""
     arrays = []
     invalid = []
+    remarks = []
     for index in shard:
         row = rows[index]
+        _remarks.clear()
         try:
             arrays.append(make(row))
         except ValueError as error:
             invalid.append((index, str(error)))
-    return arrays, invalid
+            continue
+        remarks += [(subject, index, example) for subject, example in _remarks.items()]
+    return arrays, invalid, remarks
