@@ -16,7 +16,7 @@ from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
 from oneloop.tasks.rows.rows import FINDINGS, Row
-from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
+from oneloop.tasks.rows.text_tables import MIXED, Converted, converted, value_of, with_texts
 
 _BATCH = 1000  # rows per Arrow array of a column
 
@@ -48,7 +48,8 @@ class Table:
 
     def __getitem__(self, index: int) -> Row:
         row: Row = self.dataset[int(index)]
-        return row
+        kinds = self.dataset.features
+        return {name: value_of(value, kinds[name]) for name, value in row.items()}
 
     def where(self, index: int) -> str:
         # Report the row of the file, also after select().
@@ -60,10 +61,11 @@ class Table:
         return {"length": len(self), "columns": sorted(self.types), **self.content}
 
     def values(self, column: str) -> Iterator[Any]:
-        """Yield the column as Arrow arrays, in row order."""
+        """Yield the column as Arrow arrays, in row order; objects as JSON text."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
-            yield plain[start : start + _BATCH][column].combine_chunks()
+            array = plain[start : start + _BATCH][column].combine_chunks()
+            yield with_texts(array, self.dataset.features[column])
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None

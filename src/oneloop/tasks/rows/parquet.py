@@ -26,6 +26,7 @@ from oneloop.tasks.rows.parquet_files import (
     stored_size,
 )
 from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.rows.text_tables import value_of
 
 MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
@@ -158,7 +159,8 @@ class Parquet:
 
     def __getitem__(self, index: int) -> Row:
         group, row = self._locate(index)
-        return {name: column[row].as_py() for name, column in self._table(group).items()}
+        columns = self._table(group)
+        return {name: value_of(columns[name][row].as_py(), self.types[name]) for name in columns}
 
     def values(self, column: str) -> Iterator[Any]:
         """Yield the column as Arrow arrays, in row order; skip groups without selected rows."""

@@ -23,8 +23,8 @@ from oneloop.tasks.rows.find_files import Found
 
 _JsonRows = Sequence[Mapping[str, Any]]
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
-_VERSION = 5  # version of the conversion; increase it if the result for the same files changes
-OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
+_VERSION = 6  # version of the conversion; increase it if the result for the same files changes
+OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds its values as JSON text
 MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
 _DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
@@ -230,8 +230,8 @@ def _value(row: FileRow, column: str) -> Any:
 def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
     """Write the rows of JSON files.
 
-    Strings stay strings (pyarrow would convert dates). Objects become JSON text, which keeps their
-    nulls, as do the values of a column with several types.
+    Strings stay strings (pyarrow would convert dates). All values of a column with objects become
+    JSON text, which keeps their nulls, as do the values of a column with several types.
     """
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
@@ -336,14 +336,9 @@ class Columns:
         return arrays
 
     def _values(self, name: str, rows: _JsonRows) -> list[Any]:
-        """Return the values of a column; objects as JSON text, None if a row lacks the column."""
+        """Return the values of a column, None if a row lacks it; as JSON text, if some are objects."""
         values = [row.get(name) for row in rows]
-        if self.nested.get(name):
-            # Text, too, so that a text differs from a number.
-            return [None if value is None else json.dumps(value, default=str) for value in values]
-        if name in self.nested:
-            return list(map(_text, values))
-        return values
+        return list(map(_as_json, values)) if name in self.nested else values
 
 
 def _holds_objects(value: Any) -> bool:
@@ -352,11 +347,48 @@ def _holds_objects(value: Any) -> bool:
     return isinstance(value, dict)
 
 
-def _text(value: Any) -> str | None:
-    """Return a value as JSON text; texts and None stay."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _as_json(value: Any) -> str | None:
+    """Return a value as JSON text. A text, too: it differs from an object that it may describe."""
+    return None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+class Written(dict[str, Any]):
+    """An object of JSON text, in which the user wrote each null. A table adds nulls."""
+
+
+def value_of(stored: Any, kind: Any) -> Any:
+    """Return a stored value as the user wrote it: objects, and texts beside objects.
+
+    Args:
+        stored: the value as it is in the table.
+        kind: type of the column.
+    """
+    if stored is None or getattr(kind, "id", None) != OBJECTS:
+        return stored
+    try:
+        return json.loads(stored, object_hook=Written)
+    except (ValueError, RecursionError):
+        return stored  # an older version stored a text beside objects unchanged
+
+
+def with_texts(array: Any, kind: Any) -> Any:
+    """Return a stored column in which a text beside objects is that text, and not its JSON.
+
+    The draw of validation rows depends on it, as it did before texts were stored as JSON.
+
+    Args:
+        array: Arrow array of the column.
+        kind: type of the column.
+    """
+    import pyarrow
+
+    if getattr(kind, "id", None) != OBJECTS:
+        return array
+    values = []
+    for stored in array.to_pylist():
+        value = value_of(stored, kind)
+        values.append(value if isinstance(value, str) else stored)
+    return pyarrow.array(values, array.type)
 
 
 def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None:
