@@ -186,7 +186,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({**TEXT_ROW, "prompt": ""}, "the prompt is empty; fill it, or remove"),
     "other prompts": (
         {"chosen": turns("x", "y", "who?", "yes"), "rejected": turns("x", "y", "why?", "no")},
-        "the prompts of the pair differ: message 2 from user differs in content ('who?' and 'why?')",
+        "the prompts of the pair differ: message 2 from user differs in content ('who?' and ",
     ),
     "another prompt beside conversations": (
         {"prompt": turns("x"), "chosen": ASK + GOOD, "rejected": ASK + BAD},
@@ -246,8 +246,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no prompt beside texts": (
         {**TEXT_ROW, "prompt": None},
-        "the prompt is empty; fill it, or remove the row; if all texts begin with their prompts, "
-        "ignore the column: task.prompt ''",
+        "the prompt is empty; fill it, or remove the row; if all texts begin with their prompts,",
     ),
     "another key of a prompt": (
         {"chosen": [{**ASK[0], "id": 1}, *GOOD], "rejected": [{**ASK[0], "id": 2}, *BAD]},
@@ -277,7 +276,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a user's answer": (
         {"prompt": ASK, "chosen": turns("x"), "rejected": turns("y")},
-        "the prompts of the pair differ: message 0 from user differs in content ('x' and 'y'); both",
+        "the prompts of the pair differ: message 0 from user differs in content ('x' and 'y')",
     ),
 }
 

@@ -12,6 +12,7 @@ import numpy as np
 from oneloop.basics.files import replacing
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
+from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
     check_value,
@@ -22,7 +23,6 @@ from oneloop.tasks.rows.remote_checks import (
     sampled,
 )
 from oneloop.tasks.rows.rows import FINDINGS, unusable
-from oneloop.tasks.rows.text_tables import OBJECTS
 
 _CACHE_VERSION = 2  # increase it if a check changes
 _MAX_LABELS = 100_000  # maximum number of distinct labels

@@ -17,9 +17,9 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 from oneloop.tasks.language.message_flags import left_out
 from oneloop.tasks.language.messages_as_json import brief, is_message, is_missing, read
+from oneloop.tasks.rows.objects import Written
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.rows.text_tables import Written
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}

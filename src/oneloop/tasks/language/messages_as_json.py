@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from oneloop.tasks.rows.text_tables import Written
+from oneloop.tasks.rows.objects import Written
 
 
 def read(value: Any) -> Sequence[Any]:

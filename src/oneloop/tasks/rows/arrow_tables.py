@@ -4,7 +4,7 @@ They come from JSON Lines, csv and Arrow files, image folders, and data sets of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,13 @@ from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.objects import OBJECTS, names_of, path_of, value_of, with_texts
+from oneloop.tasks.rows.parquet_files import is_wanted
 from oneloop.tasks.rows.rows import FINDINGS, Row
-from oneloop.tasks.rows.text_tables import MIXED, Converted, converted, value_of, with_texts
+from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
+_SHOWN = 100  # rows whose objects give names for messages
 
 
 class Table:
@@ -118,6 +121,10 @@ def _table(
             dataset = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
+            # Objects of JSON Lines have no types, so their fields become columns.
+            fields = _fields_of(made.dataset, columns or ())
+            if fields:
+                made = converted(found, split, files, content, fields)
             dataset = made.dataset
     if split:
         content["part"] = split
@@ -140,7 +147,7 @@ def _readable(
     """
     bad: dict[int, tuple[str, str]] = {}  # position and reason by row
     for index, where, why, column in unreadable:
-        if column is None or column in columns:
+        if column is None or any(is_wanted(read, [column]) for read in columns):
             bad.setdefault(index, (where, why))
     if not bad:
         return table
@@ -184,19 +191,60 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     Raises:
         ValueError: a column is missing, or holds several types.
     """
-    from datasets import Audio, Image
+    from datasets import Audio, Image, concatenate_datasets
 
+    schema = dataset.features.arrow_schema
+    flat = []
+    fields = []
     for column in columns:
-        if dataset.column_names.count(column) != 1:
-            raise no_column(name, column, dataset.column_names, about)
-        wrong = getattr(dataset.features[column], "id", None) or ""
+        path = path_of(schema, column)
+        first = path[0].name if path else column
+        if dataset.column_names.count(first) != 1:
+            raise no_column(name, first, _names_in(dataset), about)
+        wrong = getattr(dataset.features[first], "id", None) or ""
         if wrong.startswith(MIXED):
             raise ValueError(f"{name}: column {column!r} {wrong}")
-    dataset = dataset.select_columns(list(columns))
+
+        if len(path) == 1:
+            flat.append(column)
+            continue
+
+        # A field of objects becomes a column, level by level; a format would hide it.
+        one = dataset.select_columns([first]).with_format(None)
+        for field in path[1:]:
+            first += f".{field.name}"
+            one = one.flatten(max_depth=2).select_columns([first])
+        fields.append(one)
+    dataset = dataset.select_columns(flat)
+    if fields:
+        dataset = concatenate_datasets([dataset, *fields] if flat else fields, axis=1)
     for column, feature in dataset.features.items():
         if isinstance(feature, Image | Audio):
             dataset = dataset.cast_column(column, type(feature)(decode=False))
     return dataset
+
+
+def _fields_of(dataset: Any, columns: Sequence[str]) -> list[str]:
+    """Return the columns that a table of JSON rows lacks, and that may be fields of its objects."""
+    objects = [
+        name for name, kind in dataset.features.items() if getattr(kind, "id", "") == OBJECTS
+    ]
+    missing = [column for column in columns if column not in dataset.column_names]
+    return [column for column in missing if is_wanted(column, objects)]
+
+
+def _names_in(dataset: Any) -> list[str]:
+    """Return the names of columns and of fields; those of JSON objects by the first rows."""
+    import pyarrow
+
+    kinds = {field.name: field.type for field in dataset.features.arrow_schema}
+    for name, kind in dataset.features.items():
+        if getattr(kind, "id", None) == OBJECTS:
+            first = dataset.select_columns([name])[:_SHOWN][name]
+            values = [value_of(stored, kind) for stored in first]
+            with suppress(pyarrow.ArrowException, OverflowError):
+                kinds[name] = pyarrow.infer_type(values)
+    return names_of(pyarrow.schema(kinds))
 
 
 class NoColumn(ValueError):

@@ -7,6 +7,7 @@ from typing import Any
 
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found, metadata_in
+from oneloop.tasks.rows.objects import with_fields
 from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
@@ -48,6 +49,9 @@ def image_rows(
     else:
         rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
 
+    # A field of objects can be a column.
+    known = {name for row in rows for name in row}
+    rows = [with_fields(row, [name for name in read if name not in known]) for row in rows]
     columns = Columns()
     columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
     table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())

@@ -15,18 +15,19 @@ from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.objects import names_of, path_of, value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
     check_size,
     check_window,
+    column_of,
     column_types,
     decoded_column,
     memory_bound,
     stored_size,
 )
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.rows.text_tables import value_of
 
 MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
@@ -121,9 +122,11 @@ class Parquet:
 
         schema = file.schema
         metadata = file.metadata
-        for column in self.columns:
-            if schema.names.count(column) != 1:
-                raise no_column(file.where, column, schema.names)
+        paths = {column: path_of(schema, column) for column in self.columns}
+        for column, path in paths.items():
+            name = path[0].name if path else column
+            if schema.names.count(name) != 1:
+                raise no_column(file.where, name, names_of(schema))
 
         # All files must have the types of the first one.
         types = column_types(schema, self.columns, file.where)
@@ -136,8 +139,8 @@ class Parquet:
                         f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
-        for column in self.columns:
-            kind = schema.field(column).type
+        for column, path in paths.items():
+            kind = path[-1].type
             # Categories of pandas are texts with an index.
             self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
@@ -239,7 +242,7 @@ class Parquet:
         # Combining would copy even a single chunk, which may be mapped.
         arrays = {}
         for name in names:
-            column = table.column(name)
+            column = column_of(table, name)
             arrays[name] = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         size = sum(array.nbytes for array in arrays.values())
         check_size(file.where, number, size, int(self._groups[group, _BYTES]))
