@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
-from pyarrow import parquet
 
-from oneloop.tasks.rows.open_data import Source, opened, whole
+from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.rows import draw
 from oneloop.tasks.seq2seq import Seq2Seq
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
-from oneloop.tools.check.check_data import check_data
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.objects",
@@ -189,7 +186,7 @@ def test_a_text_that_is_json_stays_one_beside_objects(tmp_path):
     texts, mixed = (rows_of(tmp_path / name, target="target") for name in ("texts", "objects"))
     assert [mixed[n] for n in range(28)] == [texts[n] for n in range(28)]
     assert mixed[28] == {"target": {"a": 1, "b": None}}
-    drawn = [array.to_pylist() for array in mixed.values("target")][0]
+    drawn = next(array.to_pylist() for array in mixed.values("target"))
     assert drawn == [*(row["target"] for row in rows), '{"a": 1, "b": null}']
 
     # The one object is rejected by its row; the texts around it are trained.

@@ -144,35 +144,6 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
 
 
-def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
-    """Raise ValueError if the lists of two columns (by task key) differ in length in a row."""
-    for source in sources:
-        first = source.columns[one]
-        second = source.columns[other]
-        for rows in source.parts.values():
-            # An empty file of the cache states that these rows are right.
-            with alone(f"values/{key_of(rows_content(rows), first, second)}.ok") as done:
-                with lenient(rows, skip=source.skipped is not None):
-                    if not done.exists():
-                        _check_lengths(sampled(rows), first, second)
-                if not FINDINGS.get():
-                    done.touch()
-
-
-def _check_lengths(rows: Any, first: str, second: str) -> None:
-    """Report each row whose lists in two columns differ in length."""
-    from pyarrow import compute
-
-    before = 0
-    for some, others in zip(rows.values(first), rows.values(second), strict=False):
-        length = compute.list_value_length(some).to_numpy(zero_copy_only=False)
-        other_length = compute.list_value_length(others).to_numpy(zero_copy_only=False)
-        for wrong in np.flatnonzero(length != other_length).tolist():
-            counts = f"{int(length[wrong])} {first} and {int(other_length[wrong])} {second}"
-            unusable(rows.where(before + wrong), f": {counts}; each needs one of the other")
-        before += len(some)
-
-
 def check_numbers(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key does not hold finite numbers.
 

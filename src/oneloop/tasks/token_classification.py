@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import check_as_long, check_words
+from oneloop.tasks.columns import check_words
+from oneloop.tasks.columns_together import check_as_long
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
