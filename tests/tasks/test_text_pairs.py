@@ -170,12 +170,12 @@ def _theirs(base: Path, texts: list[list[str]], kind: str, **options):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"positive": ""}, "the text in 'positive' is empty; fill it, or remove the row"),
-        ({"positive": " \n"}, "the text in 'positive' is empty; fill it, or remove the row"),
-        ({"anchor": ""}, "the text in 'anchor' is empty; fill it, or remove the row"),
-        ({"also": ""}, "the text in 'also' is empty; fill it, or remove the row"),
-        ({"wrong": "a 7"}, "the hard negative in 'wrong' is equal to the positive"),
-        ({"also": "a 7"}, "the hard negative in 'also' is equal to the positive"),
+        ({"positive": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"positive": " \n"}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"anchor": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"also": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"wrong": "a 7"}, "a hard negative is equal to the positive; write another text"),
+        ({"also": "a 7"}, "a hard negative is equal to the positive; write another text"),
     ],
 )
 def test_a_pair_from_which_nothing_is_learned_is_rejected(tmp_path, kind, row, why):

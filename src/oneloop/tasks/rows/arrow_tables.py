@@ -4,7 +4,8 @@ They come from JSON Lines, csv and Arrow files, image folders, and data sets of 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
-from oneloop.tasks.rows.objects import OBJECTS, names_of, path_of, value_of, with_texts
+from oneloop.tasks.rows.objects import flattened, value_of
 from oneloop.tasks.rows.parquet_files import is_wanted
 from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
@@ -67,8 +68,7 @@ class Table:
         """Yield the column as Arrow arrays, in row order; objects as JSON text."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
-            array = plain[start : start + _BATCH][column].combine_chunks()
-            yield with_texts(array, self.dataset.features[column])
+            yield plain[start : start + _BATCH][column].combine_chunks()
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -113,6 +113,7 @@ def _table(
         described += metadata_of(found)
     content = content_of(described, found.root)
     made: Converted | None = None
+    nested = ""  # fields of objects, for messages
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
@@ -122,16 +123,22 @@ def _table(
         if dataset is None:
             made = converted(found, split, files, content)
             # Objects of JSON Lines have no types, so their fields become columns.
-            fields = _fields_of(made.dataset, columns or ())
-            if fields:
+            names = made.dataset.column_names
+            fields = [
+                name for name in columns or () if name not in names and is_wanted(name, names)
+            ]
+            if fields and found.kind == "json":
                 made = converted(found, split, files, content, fields)
+                first = map(Table(made.dataset, {}, name).__getitem__, range(len(made.dataset)))
+                known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
+                nested = "".join(f", {field}" for field in sorted(known.difference(names)))
             dataset = made.dataset
     if split:
         content["part"] = split
     about = made.about if made else ""
     if columns is None:
         columns = dataset.column_names
-    table = Table(with_columns(dataset, columns, name, about), content, name, about)
+    table = Table(with_columns(dataset, columns, name, nested + about), content, name, about)
     return _readable(table, made.unreadable, columns, skipped) if made else table
 
 
@@ -193,58 +200,29 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     """
     from datasets import Audio, Image, concatenate_datasets
 
-    schema = dataset.features.arrow_schema
-    flat = []
+    flat = dataset.column_names
     fields = []
     for column in columns:
-        path = path_of(schema, column)
-        first = path[0].name if path else column
-        if dataset.column_names.count(first) != 1:
-            raise no_column(name, first, _names_in(dataset), about)
-        wrong = getattr(dataset.features[first], "id", None) or ""
+        if flat.count(column) > 1:
+            raise ValueError(f"{name} has two columns {column!r}; rename one of them")
+        wrong = getattr(dataset.features.get(column), "id", None) or ""
         if wrong.startswith(MIXED):
             raise ValueError(f"{name}: column {column!r} {wrong}")
-
-        if len(path) == 1:
-            flat.append(column)
+        if column in flat:
             continue
-
-        # A field of objects becomes a column, level by level; a format would hide it.
-        one = dataset.select_columns([first]).with_format(None)
-        for field in path[1:]:
-            first += f".{field.name}"
-            one = one.flatten(max_depth=2).select_columns([first])
-        fields.append(one)
-    dataset = dataset.select_columns(flat)
+        # A format, which lists columns, would hide the fields of objects.
+        objects = [parent for parent, kind in dataset.features.items() if isinstance(kind, dict)]
+        parents = [parent for parent in objects if is_wanted(column, [parent])]
+        found = dataset.select_columns(parents).with_format(None)
+        found = down_to(found, column, name, flat, about, max_depth=2)
+        fields.append(found.select_columns([column]))
+    dataset = dataset.select_columns([column for column in columns if column in flat])
     if fields:
-        dataset = concatenate_datasets([dataset, *fields] if flat else fields, axis=1)
+        dataset = concatenate_datasets([dataset, *fields], axis=1)
     for column, feature in dataset.features.items():
         if isinstance(feature, Image | Audio):
             dataset = dataset.cast_column(column, type(feature)(decode=False))
     return dataset
-
-
-def _fields_of(dataset: Any, columns: Sequence[str]) -> list[str]:
-    """Return the columns that a table of JSON rows lacks, and that may be fields of its objects."""
-    objects = [
-        name for name, kind in dataset.features.items() if getattr(kind, "id", "") == OBJECTS
-    ]
-    missing = [column for column in columns if column not in dataset.column_names]
-    return [column for column in missing if is_wanted(column, objects)]
-
-
-def _names_in(dataset: Any) -> list[str]:
-    """Return the names of columns and of fields; those of JSON objects by the first rows."""
-    import pyarrow
-
-    kinds = {field.name: field.type for field in dataset.features.arrow_schema}
-    for name, kind in dataset.features.items():
-        if getattr(kind, "id", None) == OBJECTS:
-            first = dataset.select_columns([name])[:_SHOWN][name]
-            values = [value_of(stored, kind) for stored in first]
-            with suppress(pyarrow.ArrowException, OverflowError):
-                kinds[name] = pyarrow.infer_type(values)
-    return names_of(pyarrow.schema(kinds))
 
 
 class NoColumn(ValueError):
@@ -262,18 +240,37 @@ class NoColumn(ValueError):
         self.column = column
 
 
-def no_column(name: str, column: str, known: Sequence[str], about: str = "") -> ValueError:
-    """Return the error for a column that is missing or occurs twice.
+def down_to(
+    table: Any,
+    column: str,
+    where: str,
+    known: Sequence[str] = (),
+    about: str = "",
+    **level: int,
+) -> Any:
+    """Return a table with this column; its objects are replaced by their fields, if it needs one.
+
+    ``translation.en`` is the field ``en`` of ``translation``, unless a column has that name.
 
     Args:
-        name: name of the rows in the message.
-        column: the column.
-        known: the columns that exist.
-        about: more about them.
+        table: has the method ``flatten``, and the names of its columns.
+        column: name of the column.
+        where: name of the rows in messages.
+        known: more columns, for messages.
+        about: more about the columns, for messages.
+        level: arguments with which ``flatten`` replaces the outermost objects.
+
+    Raises:
+        ValueError: the column is missing.
     """
-    if column in known:
-        return ValueError(f"{name} has two columns {column!r}; rename one of them")
-    return NoColumn(name, column, known, about)
+    names = [*known]
+    while column not in table.column_names:
+        before = table.column_names
+        names += before
+        table = table.flatten(**level)
+        if table.column_names == before:
+            raise NoColumn(where, column, [*dict.fromkeys(names)], about)
+    return table
 
 
 @contextmanager

@@ -45,13 +45,10 @@ def image_rows(
     files = there.parts[split]
     metadata = {folder: _read(file, read) for folder, file in _metadata_files(there).items()}
     if metadata:
-        rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
+        rows = [{IMAGE: str(file), **with_fields(_about(file, metadata), read)} for file in files]
     else:
         rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
 
-    # A field of objects can be a column.
-    known = {name for row in rows for name in row}
-    rows = [with_fields(row, [name for name in read if name not in known]) for row in rows]
     columns = Columns()
     columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
     table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())

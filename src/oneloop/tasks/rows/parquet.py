@@ -12,16 +12,15 @@ from numpy.typing import NDArray
 from oneloop.data.fingerprint import content_checksum
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
-from oneloop.tasks.rows.arrow_tables import no_column
+from oneloop.tasks.rows.arrow_tables import down_to
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import names_of, path_of, value_of
+from oneloop.tasks.rows.objects import value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
     check_size,
     check_window,
-    column_of,
     column_types,
     decoded_column,
     memory_bound,
@@ -122,11 +121,12 @@ class Parquet:
 
         schema = file.schema
         metadata = file.metadata
-        paths = {column: path_of(schema, column) for column in self.columns}
-        for column, path in paths.items():
-            name = path[0].name if path else column
-            if schema.names.count(name) != 1:
-                raise no_column(file.where, name, names_of(schema))
+        fields = {}
+        for column in self.columns:
+            found = down_to(schema.empty_table(), column, file.where)
+            if found.column_names.count(column) > 1:
+                raise ValueError(f"{file.where} has two columns {column!r}; rename one of them")
+            fields[column] = found.schema.field(column)
 
         # All files must have the types of the first one.
         types = column_types(schema, self.columns, file.where)
@@ -139,8 +139,8 @@ class Parquet:
                         f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
-        for column, path in paths.items():
-            kind = path[-1].type
+        for column, field in fields.items():
+            kind = field.type
             # Categories of pandas are texts with an index.
             self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
@@ -242,7 +242,7 @@ class Parquet:
         # Combining would copy even a single chunk, which may be mapped.
         arrays = {}
         for name in names:
-            column = column_of(table, name)
+            column = down_to(table, name, file.where).column(name)
             arrays[name] = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         size = sum(array.nbytes for array in arrays.values())
         check_size(file.where, number, size, int(self._groups[group, _BYTES]))

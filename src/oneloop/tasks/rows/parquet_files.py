@@ -2,15 +2,13 @@
 
 import os
 from collections.abc import Sequence
-from functools import lru_cache, reduce
-from operator import getitem
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from xxhash import xxh3_128_hexdigest
 
 from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.objects import path_of
 
 _OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
 _TAIL = 8  # bytes after the footer: its length, and PAR1
@@ -223,15 +221,6 @@ def decoded_column(array: Any, kind: Any) -> Any:
     return array if array.type == kind else array.cast(kind)
 
 
-def column_of(table: Any, name: str) -> Any:
-    """Return a column of a ``pyarrow.Table``, or a field of objects, which is null without them."""
-    from pyarrow import compute
-
-    first, *fields = (field.name for field in path_of(table.schema, name))
-    column = table.column(first)
-    return compute.struct_field(column, fields) if fields else column
-
-
 def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
     """Return the columns' types: features of ``datasets`` by name.
 
@@ -246,16 +235,17 @@ def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, A
     import pyarrow
     from datasets import Features
 
-    paths = {column: path_of(schema, column) for column in columns}
-    kept = pyarrow.schema({path[0].name: path[0].type for path in paths.values()}, schema.metadata)
+    stored = [field for field in schema if any(is_wanted(name, [field.name]) for name in columns)]
     types: dict[str, Any] = {}
     try:
-        features = Features.from_arrow_schema(kept)
-        for column, path in paths.items():
-            types[column] = reduce(getitem, [field.name for field in path], features)
+        for column in columns:
+            features = Features.from_arrow_schema(pyarrow.schema(stored, schema.metadata))
+            while column not in features:
+                features = features.flatten(max_depth=2)
+            types[column] = features[column]
         return types
     except Exception as error:  # types that datasets does not support
-        kinds = ", ".join(f"{column} is {path[-1].type}" for column, path in paths.items())
+        kinds = ", ".join(f"{field.name} is {field.type}" for field in stored)
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
