@@ -236,7 +236,7 @@ def test_numbers_that_are_none_are_found_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected_text"),
     [
-        ({"tags": ["NAME"]}, "3 tokens and 1 tags"),
+        ({"tags": ["NAME"]}, "3 words and 1 tags"),
         ({"tokens": [], "tags": []}, "has no value in 'tokens'"),
         ({"tags": ["NAME", "", "O"]}, "has no value in 'tags'"),
         ({"tags": ["NAME", None, "O"]}, "has no value in 'tags'"),

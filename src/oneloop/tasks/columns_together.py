@@ -51,7 +51,7 @@ def unlearnable(anchor: str, positive: str, *negatives: str) -> str:
 
 
 def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) -> None:
-    values = [_listed(rows, column) for column in columns]
+    values = [_values(rows, column) for column in columns]
     for number, row in enumerate(zip(*values, strict=True)):
         # A missing value is already known.
         why = "" if None in row else problem(*row)
@@ -59,7 +59,7 @@ def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) 
             unusable(rows.where(number), f": {why}")
 
 
-def _listed(rows: Any, column: str) -> Iterator[Any]:
+def _values(rows: Any, column: str) -> Iterator[Any]:
     for array in rows.values(column):
         yield from array.to_pylist()
 

@@ -203,19 +203,18 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     flat = dataset.column_names
     fields = []
     for column in columns:
-        if flat.count(column) > 1:
-            raise ValueError(f"{name} has two columns {column!r}; rename one of them")
         wrong = getattr(dataset.features.get(column), "id", None) or ""
         if wrong.startswith(MIXED):
             raise ValueError(f"{name}: column {column!r} {wrong}")
-        if column in flat:
-            continue
-        # A format, which lists columns, would hide the fields of objects.
-        objects = [parent for parent, kind in dataset.features.items() if isinstance(kind, dict)]
-        parents = [parent for parent in objects if is_wanted(column, [parent])]
-        found = dataset.select_columns(parents).with_format(None)
+        found = dataset
+        if column not in flat:
+            # A format, which lists columns, would hide the fields of objects.
+            objects = [one for one, kind in dataset.features.items() if isinstance(kind, dict)]
+            parents = [one for one in objects if is_wanted(column, [one])]
+            found = dataset.select_columns(parents).with_format(None)
         found = down_to(found, column, name, flat, about, max_depth=2)
-        fields.append(found.select_columns([column]))
+        if column not in flat:
+            fields.append(found.select_columns([column]))
     dataset = dataset.select_columns([column for column in columns if column in flat])
     if fields:
         dataset = concatenate_datasets([dataset, *fields], axis=1)
@@ -261,7 +260,7 @@ def down_to(
         level: arguments with which ``flatten`` replaces the outermost objects.
 
     Raises:
-        ValueError: the column is missing.
+        ValueError: the column is missing, or is there twice.
     """
     names = [*known]
     while column not in table.column_names:
@@ -270,6 +269,8 @@ def down_to(
         table = table.flatten(**level)
         if table.column_names == before:
             raise NoColumn(where, column, [*dict.fromkeys(names)], about)
+    if table.column_names.count(column) > 1:
+        raise ValueError(f"{where} has two columns {column!r}; rename one of them")
     return table
 
 

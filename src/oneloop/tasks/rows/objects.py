@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds its values as JSON text
+_LEVELS = 50  # most objects within each other
 
 
 class Written(dict[str, Any]):
@@ -31,18 +32,19 @@ def value_of(stored: Any, kind: Any) -> Any:
         return stored  # an older version stored a text beside objects unchanged
 
 
-def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
+def flattened(values: Mapping[str, Any], levels: int = _LEVELS) -> dict[str, Any]:
     """Return a row with the fields of its objects by dotted names, such as ``translation.en``.
 
     A column of that name comes first.
 
     Args:
         values: the row.
+        levels: objects within each other; those that are deeper stay.
     """
     made = {}
     for name, value in values.items():
-        if isinstance(value, Mapping):
-            for field, inner in flattened(value).items():
+        if isinstance(value, Mapping) and levels:
+            for field, inner in flattened(value, levels - 1).items():
                 made[f"{name}.{field}"] = inner
     return {**made, **values}
 

@@ -124,8 +124,6 @@ class Parquet:
         fields = {}
         for column in self.columns:
             found = down_to(schema.empty_table(), column, file.where)
-            if found.column_names.count(column) > 1:
-                raise ValueError(f"{file.where} has two columns {column!r}; rename one of them")
             fields[column] = found.schema.field(column)
 
         # All files must have the types of the first one.
