@@ -81,6 +81,7 @@ def decoded(request: GroupRequest, where: str, metadata: Any, parts: Mapping[int
             pyarrow.PythonFile(RangeFile(request.item.size, parts), mode="r"),
             metadata=metadata,
             read_dictionary=dictionary_columns(metadata),
+            pre_buffer=False,  # it would read the gaps between columns
         )
         names: Sequence[str] = list(request.columns)
         table = reader.read_row_group(request.group, columns=names, use_threads=False)
