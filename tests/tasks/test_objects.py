@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
+from PIL import Image
+from pyarrow import parquet
 
+from oneloop.tasks.language.conversations import conversation
+from oneloop.tasks.reward import Reward
+from oneloop.tasks.rows.arrow_tables import down_to
+from oneloop.tasks.rows.objects import Written
 from oneloop.tasks.rows.open_data import Source, whole
+from oneloop.tasks.rows.remote.footers import Footer
+from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
+from oneloop.tasks.rows.remote.store import RemoteObject
 from oneloop.tasks.rows.rows import draw
 from oneloop.tasks.seq2seq import Seq2Seq
+from oneloop.tasks.sft import SFT
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
+from oneloop.tools.check.check_data import check_data
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.objects",
     "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.rows.arrow_tables",
     "oneloop.tasks.rows.parquet_files",
+    "oneloop.tasks.rows.image_rows",
+    "oneloop.tasks.rows.remote.range_file",
     "oneloop.tasks.language.messages_as_json",
 )
 
@@ -30,9 +44,11 @@ SMALL: dict[str, Any] = {"layers": 1, "heads": 1, "width": 8, "length": 16}
 WMT = [{"translation": {"en": f"word {n}", "de": f"Wort {n}"}, "id": n} for n in range(30)]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path_factory.mktemp("cache")))
+@pytest.fixture(autouse=True, scope="module")
+def _one_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONELOOP_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 def written(folder: Path, rows: list[Any], kind: str = "jsonl", features: Any = None) -> Path:
@@ -157,6 +173,53 @@ def test_a_flat_text_beside_unreadable_objects_is_read_and_the_field_is_skipped(
     assert len(whole(source, window=16).parts["all"]) == 29
 
 
+def test_remote_fields_need_only_their_bytes(tmp_path):
+    """The gap between both columns is small; pyarrow would read it, too."""
+    rows = [
+        {"translation": {"de": f"Wort {n % 3}", "en": f"{n} mot" * 50}, "meta": {"n": n}}
+        for n in range(40)
+    ]
+    rows[5]["translation"] = None
+    content = (written(tmp_path, rows, "parquet") / "train.parquet").read_bytes()
+    metadata = parquet.ParquetFile(tmp_path / "train.parquet").metadata
+    columns = ["translation.de", "meta.n"]
+    parts = {}
+    for start, end in Footer(metadata, "").ranges(0, columns):
+        parts[start] = content[start:end]
+    assert len(parts) == 2
+    item = RemoteObject("train.parquet", len(content), "1")
+    request = GroupRequest("", item, 0, tuple(columns), size=1 << 20, budget=0)
+    table = decoded(request, "train.parquet", metadata, parts)
+    for column, expected in (
+        (columns[0], [None if n == 5 else f"Wort {n % 3}" for n in range(7)]),
+        (columns[1], [*range(7)]),
+    ):
+        found = down_to(table, column, "").column(column).to_pylist()
+        assert found == expected
+
+
+def test_rows_to_predict_and_a_check_read_fields(tmp_path):
+    rows = [{"a": {"text": f"t {n}", "label": "xy"[n % 2]}} for n in range(40)]
+    keys = {"text": "a.text", "label": "a.label"}
+    task = TextClassification(data=str(written(tmp_path / "train", rows)), **keys, **SMALL)
+    new = str(written(tmp_path / "new", [{"a": {"text": "new"}}] * 3, "parquet"))
+    assert len(task.samples_of(new, labelled=False)) == 3
+    words = [f"--task.{key}={name}" for key, name in keys.items()]
+    rows[3]["a"]["text"] = None
+    data = f"--task.data={written(tmp_path / 'bad', rows)}"
+    findings = check_data("snippets", [data, *words, "--task.model=bytes"])
+    assert "has no value in 'a.text'" in str(findings.unusable)
+
+
+def test_metadata_of_images_may_have_objects(tmp_path):
+    for n in range(12):
+        Image.new("RGB", (4, 4), (n, 0, 0)).save(tmp_path / f"{n}.png")
+    lines = [{"file_name": f"{n}.png", "about": {"label": "ab"[n % 2]}} for n in range(12)]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    rows = rows_of(tmp_path, image="image", label="about.label")
+    assert sorted(rows[n]["about.label"] for n in range(12)) == ["a"] * 6 + ["b"] * 6
+
+
 # --- objects are no texts
 
 OBJECTS = {
@@ -195,3 +258,80 @@ def test_a_text_that_is_json_stays_one_beside_objects(tmp_path):
     task = Seq2Seq(data=data, width=8, unreadable="skip")
     sizes = [len(task.train_set()), *map(len, task.eval_sets().values())]
     assert sum(sizes) == 20 and len(task.skipped_rows) == 1
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def all_tokens(task: Any) -> set[bytes]:
+    """Return the tokens of all rows, in any order: Parquet draws other validation rows."""
+    if hasattr(task, "pairs"):
+        sides = [part.pair(n)[:2] for part in task.pairs.values() for n in range(len(part))]
+        return {np.concatenate(side).tobytes() for side in sides}
+    return {np.asarray(part[n]).tobytes() for part in task._sets.values() for n in range(len(part))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("task", [SFT, Reward], ids=["sft", "reward"])
+def test_one_message_is_trained_as_a_list_of_one(tmp_path, kind, task):
+    answers = ["completion"] if task is SFT else ["chosen", "rejected"]
+    rows = []
+    for n in range(20):
+        row = {"prompt": user(f"what is {n}?")}
+        rows.append(row | {name: assistant(f"{name} {n}") for name in answers})
+    lists = [{name: [message] for name, message in row.items()} for row in rows]
+    nested = [{"data": row, "prompt": "another"} for row in rows]
+    more: dict[str, Any] = {"width": 8, "layers": 1, "heads": 1}
+    if task is SFT:
+        more["pack"] = "padded"
+    expected = all_tokens(task(data=str(written(tmp_path / "lists", lists)), **more))
+    assert len(expected) == 20
+    assert all_tokens(task(data=str(written(tmp_path / "one", rows, kind)), **more)) == expected
+    keys = {name: f"data.{name}" for name in ("prompt", *answers)}
+    data = str(written(tmp_path / "nested", nested, kind))
+    assert all_tokens(task(data=data, **keys, **more)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (
+            {"prompt": "q", "completion": {"a": "x"}},
+            "the prompt is 'q', and the completion {'a': 'x'}; both must be texts, or both",
+        ),
+        (
+            {"prompt": {"a": "q"}, "completion": "x"},
+            "the prompt is {'a': 'q'}, and the completion 'x'; both must be texts",
+        ),
+        ({"prompt": {"a": "q"}, "completion": {"a": "x"}}, "expected a list of messages, got {'a'"),
+        ({"prompt": ["q"], "completion": ["x"]}, "message 0 must have role and content, got 'q'"),
+        ({"messages": {"a": "x"}}, "expected a list of messages, got {'a': 'x'}; a message has"),
+    ],
+)
+def test_other_objects_are_rejected_as_texts_and_messages(tmp_path, kind, row, why):
+    rows = [{**row, "system": f"s {n}"} for n in range(20)]
+    data = str(written(tmp_path, rows, kind))
+    with pytest.raises(ValueError, match=rf"row \d+: {re.escape(why)}"):
+        SFT(data=data, width=8, layers=1, heads=1)
+
+
+def test_a_text_of_json_is_trained_as_it_is(tmp_path):
+    rows = [{"prompt": f"{n}", "completion": json.dumps({"a": n})} for n in range(20)]
+    task = SFT(data=str(written(tmp_path, rows)), width=8, layers=1, heads=1, pack="padded")
+    tokens = np.asarray(task.train_set()[0])
+    text = task.decode(np.where(tokens < 0, ~tokens, tokens).tolist())
+    assert '{"a": ' in text and not task._chat
+
+
+def test_nulls_of_json_stay_and_those_of_a_table_go():
+    written_ = json.loads(
+        '{"role": "user", "content": "x", "more": {"a": null}}', object_hook=Written
+    )
+    assert conversation([written_])[0]["more"] == {"a": None}
+    assert conversation([dict(written_) | {"more": {"a": None}}])[0]["more"] == {}

@@ -115,35 +115,6 @@ def test_addresses_give_the_data_of_the_disk(servers) -> None:
     assert streamed.parts["train"][61] == here.parts["train"][61]
 
 
-def test_fields_of_objects_are_columns_of_remote_rows(tmp_path, monkeypatch) -> None:
-    """The form of OPUS. Of the file, only these fields are fetched."""
-    rows = []
-    for number in range(40):
-        texts = {"en": f"word {number}", "de": f"Wort {number % 3}", "fr": "mot" * 500}
-        rows.append({"translation": texts, "meta": {"ids": {"n": number}}})
-    rows[7]["translation"] = None
-    with Hub(tmp_path / "hub", "some/opus") as hub:
-        hub.commit({"data/train-00000-of-00001.parquet": rows})
-        for name, value in hub.variables(tmp_path / "hf").items():
-            monkeypatch.setenv(name, value)
-        columns = {"text": "translation.de", "label": "meta.ids.n"}
-        (source,) = named_sources("hf:some/opus", columns, stream=True)
-        found = whole(source, window=4).parts["all"]
-        expected = []
-        for number in range(40):
-            text = None if number == 7 else f"Wort {number % 3}"
-            expected.append({"translation.de": text, "meta.ids.n": number})
-        assert [found[number] for number in range(40)] == expected
-        texts = [text for array in found.values("translation.de") for text in array.to_pylist()]
-        assert texts == [row["translation.de"] for row in expected]
-        assert 0 < found.stored_bytes().sum() < 2000
-
-        # Others are named.
-        (source,) = named_sources("hf:some/opus", {"text": "translation.it"}, stream=True)
-        with pytest.raises(ValueError, match=r"no column 'translation\.it'.*translation\.fr"):
-            whole(source, window=4)
-
-
 def test_a_hub_data_set_by_its_name_without_an_owner(tmp_path, monkeypatch) -> None:
     """hf:squad is redirected to rajpurkar/squad. Its answers are nested columns."""
     rows = []
