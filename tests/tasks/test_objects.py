@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 from pyarrow import parquet
 
-from oneloop.tasks.language.conversations import conversation
-from oneloop.tasks.reward import Reward
+from chats import tokenizer_of
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.conversations import conversation, encoded
+from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.rows.arrow_tables import down_to
 from oneloop.tasks.rows.objects import Written
 from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.remote.footers import Footer
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
 from oneloop.tasks.rows.remote.store import RemoteObject
-from oneloop.tasks.rows.rows import draw
 from oneloop.tasks.seq2seq import Seq2Seq
 from oneloop.tasks.sft import SFT
 from oneloop.tasks.text_classification import TextClassification
@@ -88,18 +90,15 @@ def test_a_field_of_objects_is_a_column(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_splits_and_samples_are_those_of_flat_columns(tmp_path, kind):
+def test_the_samples_are_those_of_flat_columns(tmp_path, kind):
     flat = [{"s": row["translation"]["en"], "t": row["translation"]["de"]} for row in WMT]
     keys = {"source": "translation.en", "target": "translation.de"}
     nested = Seq2Seq(data=str(written(tmp_path / "a", WMT, kind)), **keys, width=8, held_out=0.1)
     plain = Seq2Seq(
         data=str(written(tmp_path / "b", flat)), source="s", target="t", width=8, held_out=0.1
     )
-    for task, names in ((nested, keys.values()), (plain, ("s", "t"))):
-        draws = [draw(sorted(names), sorted(row.values(), reverse=True)) for row in flat]
-        assert len(set(draws)) > 20
-        sizes = [len(task.train_set()), *map(len, task.eval_sets().values())]
-        assert sum(sizes) == 30
+    for task in (nested, plain):
+        assert sum([len(task.train_set()), *map(len, task.eval_sets().values())]) == 30
     everything = nested.samples_of(str(tmp_path / "a"), labelled=True)
     for index in range(30):
         texts = [nested._answer(part.tolist()) for part in everything[index]]
@@ -268,36 +267,38 @@ def assistant(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def all_tokens(task: Any) -> set[bytes]:
-    """Return the tokens of all rows, in any order: Parquet draws other validation rows."""
-    if hasattr(task, "pairs"):
-        sides = [part.pair(n)[:2] for part in task.pairs.values() for n in range(len(part))]
-        return {np.concatenate(side).tobytes() for side in sides}
-    return {np.asarray(part[n]).tobytes() for part in task._sets.values() for n in range(len(part))}
+def tokens_of(folder: Path, *answers: str, prefix: str = "", **more: str) -> list[list[int]]:
+    """Return the tokens of all rows, as sft or preference makes them."""
+    names = {name: prefix + name for name in ("prompt", *answers)} | more
+    rows = rows_of(folder, **names)
+    tokenizer = tokenizer_of("ours")
+    columns = {"messages": "", "tools": "", **names}
+    if "chosen" in answers:
+        make = partial(encoded_pair, length=200)
+    else:
+        make = encoded
+    made = []
+    for index in range(len(rows)):
+        made.append(make(rows[index], columns, tokenizer, Chat(tokenizer)).tolist())
+    return made
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("task", [SFT, Reward], ids=["sft", "reward"])
-def test_one_message_is_trained_as_a_list_of_one(tmp_path, kind, task):
-    answers = ["completion"] if task is SFT else ["chosen", "rejected"]
+@pytest.mark.parametrize("answers", [("completion",), ("chosen", "rejected")], ids=len)
+def test_one_message_is_a_list_of_one(tmp_path, kind, answers):
     rows = []
-    for n in range(20):
+    for n in range(3):
         row = {"prompt": user(f"what is {n}?")}
         rows.append(row | {name: assistant(f"{name} {n}") for name in answers})
     lists = [{name: [message] for name, message in row.items()} for row in rows]
     nested = [{"data": row, "prompt": "another"} for row in rows]
-    more: dict[str, Any] = {"width": 8, "layers": 1, "heads": 1}
-    if task is SFT:
-        more["pack"] = "padded"
-    expected = all_tokens(task(data=str(written(tmp_path / "lists", lists)), **more))
-    assert len(expected) == 20
-    assert all_tokens(task(data=str(written(tmp_path / "one", rows, kind)), **more)) == expected
-    keys = {name: f"data.{name}" for name in ("prompt", *answers)}
-    data = str(written(tmp_path / "nested", nested, kind))
-    assert all_tokens(task(data=data, **keys, **more)) == expected
+    expected = tokens_of(written(tmp_path / "lists", lists), *answers)
+    assert tokens_of(written(tmp_path / "one", rows, kind), *answers) == expected
+    folder = written(tmp_path / "nested", nested, kind)
+    assert tokens_of(folder, *answers, prefix="data.") == expected
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -311,14 +312,28 @@ def test_one_message_is_trained_as_a_list_of_one(tmp_path, kind, task):
         ),
         ({"prompt": {"a": "q"}, "completion": {"a": "x"}}, "expected a list of messages, got {'a'"),
         ({"prompt": ["q"], "completion": ["x"]}, "message 0 must have role and content, got 'q'"),
-        ({"messages": {"a": "x"}}, "expected a list of messages, got {'a': 'x'}; a message has"),
+        ({"prompt": user("q"), "completion": None}, "expected a list of messages, got nothing"),
+        (
+            {"prompt": "q", "chosen": {"a": "x"}, "rejected": {"a": "y"}},
+            "chosen: expected a list of messages, got {'a': 'x'}; a message has role and content",
+        ),
     ],
 )
-def test_other_objects_are_rejected_as_texts_and_messages(tmp_path, kind, row, why):
-    rows = [{**row, "system": f"s {n}"} for n in range(20)]
-    data = str(written(tmp_path, rows, kind))
-    with pytest.raises(ValueError, match=rf"row \d+: {re.escape(why)}"):
-        SFT(data=data, width=8, layers=1, heads=1)
+def test_other_objects_are_neither_texts_nor_messages(tmp_path, kind, row, why):
+    folder = written(tmp_path, [row, row], kind)
+    answers = [name for name in row if name != "prompt"]
+    with pytest.raises(ValueError, match=f"^{re.escape(why)}"):
+        tokens_of(folder, *answers)
+
+
+def test_the_first_bad_object_does_not_hide_that_the_rows_are_conversations(tmp_path):
+    rows = [{"prompt": user(f"{n}"), "completion": assistant("x")} for n in range(20)]
+    for row in rows[:9]:
+        row["prompt"] = {"a": "q"}
+    task = SFT(
+        data=str(written(tmp_path, rows)), width=8, layers=1, heads=1, unreadable="skip", length=99
+    )
+    assert len(task.skipped_rows) == 9
 
 
 def test_a_text_of_json_is_trained_as_it_is(tmp_path):
