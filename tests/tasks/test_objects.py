@@ -111,8 +111,10 @@ def test_any_depth_and_a_flat_column_first(tmp_path, kind):
         {"a": {"b": {"c.d": f"deep {n}", "x": None}}, "a.b": f"flat {n}", "e": {"f": {"g": n}}}
         for n in range(9)
     ]
-    read = rows_of(written(tmp_path, rows, kind), one="a.b.c.d", two="a.b", three="e.f.g")
+    read = rows_of(written(tmp_path / "a", rows, kind), one="a.b.c.d", two="a.b", three="e.f.g")
     assert read[4] == {"a.b.c.d": "deep 4", "a.b": "flat 4", "e.f.g": 4}
+    clash = [{"a.b": {"c": "longer"}, "a": {"b": {"c": "shorter"}}}] * 3
+    assert rows_of(written(tmp_path / "b", clash, kind), one="a.b.c")[0] == {"a.b.c": "longer"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -208,6 +210,8 @@ def test_rows_to_predict_and_a_check_read_fields(tmp_path):
     data = f"--task.data={written(tmp_path / 'bad', rows)}"
     findings = check_data("snippets", [data, *words, "--task.model=bytes"])
     assert "has no value in 'a.text'" in str(findings.unusable)
+    findings = check_data(str(tmp_path / "bad"))  # without a recipe: no column is known
+    assert findings.rows == 40 and not findings.unusable
 
 
 def test_metadata_of_images_may_have_objects(tmp_path):

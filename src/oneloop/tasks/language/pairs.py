@@ -79,7 +79,7 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
     value = row[columns["margin"]]
     if not is_number(value) or not abs(value) <= _LARGEST:
         raise ValueError(
-            f"the margin is {value!r}; a finite number is needed: how much better the chosen "
+            f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
             "answer is, in float32"
         )
     return float(value)

@@ -131,7 +131,9 @@ def _table(
                 made = converted(found, split, files, content, fields)
                 first = map(Table(made.dataset, {}, name).__getitem__, range(len(made.dataset)))
                 known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
-                nested = "".join(f", {field}" for field in sorted(known.difference(names)))
+                nested = "".join(
+                    f", {field}" for field in sorted(known.difference(made.dataset.column_names))
+                )
             dataset = made.dataset
     if split:
         content["part"] = split
@@ -200,6 +202,8 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     """
     from datasets import Audio, Image, concatenate_datasets
 
+    if not columns:
+        return dataset  # whose rows are counted: datasets has none without columns
     flat = dataset.column_names
     fields = []
     for column in columns:
@@ -210,8 +214,8 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
         if column not in flat:
             # A format, which lists columns, would hide the fields of objects.
             objects = [one for one, kind in dataset.features.items() if isinstance(kind, dict)]
-            parents = [one for one in objects if is_wanted(column, [one])]
-            found = dataset.select_columns(parents).with_format(None)
+            parents = sorted((one for one in objects if is_wanted(column, [one])), key=len)
+            found = dataset.select_columns(parents[-1:]).with_format(None)
         found = down_to(found, column, name, flat, about, max_depth=2)
         if column not in flat:
             fields.append(found.select_columns([column]))

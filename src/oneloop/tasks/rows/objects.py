@@ -35,14 +35,15 @@ def value_of(stored: Any, kind: Any) -> Any:
 def flattened(values: Mapping[str, Any], levels: int = _LEVELS) -> dict[str, Any]:
     """Return a row with the fields of its objects by dotted names, such as ``translation.en``.
 
-    A column of that name comes first.
+    A column of that name comes first, then a field of the object with the longest name.
 
     Args:
         values: the row.
         levels: objects within each other; those that are deeper stay.
     """
     made = {}
-    for name, value in values.items():
+    for name in sorted(values, key=len):
+        value = values[name]
         if isinstance(value, Mapping) and levels:
             for field, inner in flattened(value, levels - 1).items():
                 made[f"{name}.{field}"] = inner

@@ -235,7 +235,10 @@ def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, A
     import pyarrow
     from datasets import Features
 
-    stored = [field for field in schema if any(is_wanted(name, [field.name]) for name in columns)]
+    stored = []
+    for field in schema:
+        if any(is_wanted(name, [field.name]) for name in columns):
+            stored.append(field)
     types: dict[str, Any] = {}
     try:
         for column in columns:
