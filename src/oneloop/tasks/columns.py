@@ -24,7 +24,7 @@ from oneloop.tasks.rows.remote_checks import (
 )
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 
-_CACHE_VERSION = 2  # increase it if a check changes
+_CACHE_VERSION = 3  # increase it if a check changes
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -284,7 +284,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             for at in _non_numbers(values):
                 unusable(
                     rows.where(before + at),
-                    f": {values[at].as_py()!r} in {column!r} is not a finite number",
+                    f": {values[at].as_py()!r} in {column!r} is not a finite number in float32",
                 )
 
         # Collect the values, and stop if there are too many to be classes.

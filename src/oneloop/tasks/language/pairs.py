@@ -16,6 +16,7 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import ANSWERS, conversation, encoded, is_text
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.messages_as_json import brief, is_missing
+from oneloop.tasks.rows.remote_checks import is_finite
 from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]
@@ -77,7 +78,7 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
     if not columns.get("margin"):
         return 0.0
     value = row[columns["margin"]]
-    if not is_number(value) or not abs(value) <= _LARGEST:
+    if not is_number(value) or not is_finite(value):
         raise ValueError(
             f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
             "answer is, in float32"
@@ -85,7 +86,6 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
     return float(value)
 
 
-_LARGEST = float(np.finfo(np.float32).max)
 _PROMPT = "\0prompt"  # no column has these names
 _ANSWER = "\0answer"
 _COMPLETION = {"prompt": _PROMPT, "completion": _ANSWER}
