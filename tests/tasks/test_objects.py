@@ -17,6 +17,7 @@ from pyarrow import parquet
 
 from chats import tokenizer_of
 from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.completions import whole_text
 from oneloop.tasks.language.conversations import conversation, encoded
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.rows.arrow_tables import down_to
@@ -346,6 +347,12 @@ def test_a_text_of_json_is_trained_as_it_is(tmp_path):
     tokens = np.asarray(task.train_set()[0])
     text = task.decode(np.where(tokens < 0, ~tokens, tokens).tolist())
     assert '{"a": ' in text and not task._chat
+
+
+def test_a_whole_text_is_no_object():
+    for value in ({"a": 1}, ["x"], None, 5):
+        with pytest.raises(ValueError, match="expected a text, got"):
+            whole_text(tokenizer_of("ours"), value)
 
 
 def test_nulls_of_json_stay_and_those_of_a_table_go():

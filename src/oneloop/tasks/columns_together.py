@@ -28,8 +28,10 @@ def check_together(
         for rows in source.parts.values():
             # An empty file of the cache states that these rows are right.
             key = key_of(problem.__name__, rows_content(rows), *columns)
-            with alone(f"values/{key}.ok") as done, lenient(rows, skip=source.skipped is not None):
-                if not done.exists():
+            with alone(f"values/{key}.ok") as done:
+                if done.exists():
+                    continue
+                with lenient(rows, skip=source.skipped is not None):
                     _check_rows(sampled(rows), columns, problem)
                 if not FINDINGS.get():
                     done.touch()
@@ -54,7 +56,9 @@ def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) 
     values = [_values(rows, column) for column in columns]
     for number, row in enumerate(zip(*values, strict=True)):
         # A missing value is already known.
-        why = "" if None in row else problem(*row)
+        if None in row:
+            continue
+        why = problem(*row)
         if why:
             unusable(rows.where(number), f": {why}")
 
