@@ -254,7 +254,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({**TEXT_ROW, "prompt": ""}, "the prompt is empty; fill it, or remove"),
     "other prompts": (
         {"chosen": turns("x", "y", "who?", "yes"), "rejected": turns("x", "y", "why?", "no")},
-        'the prompts of the pair differ: message 2 is from user ("who?") in chosen',
+        "the prompts of the pair differ: message 2 from user differs in content ('who?' and ",
     ),
     "another prompt beside conversations": (
         {"prompt": turns("x"), "chosen": ASK + GOOD, "rejected": ASK + BAD},
@@ -284,16 +284,82 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": ASK, "chosen": GOOD, "rejected": turns("", first="assistant")},
         "rejected: message 0: the assistant's answer is empty; fill it, or remove the row",
     ),
-    "a number": ({**TEXT_ROW, "chosen": 5}, "one of the answers is a text, and the other"),
+    "a number": (
+        {**TEXT_ROW, "chosen": 5},
+        "chosen: expected a list of messages, got 5; a message has role and content",
+    ),
+    "nothing but a number": (
+        {**TEXT_ROW, "chosen": 0},
+        "chosen: expected a list of messages, got 0",
+    ),
+    "an object": (
+        {**TEXT_ROW, "chosen": {"text": "yes"}},
+        "chosen: expected a list of messages, got {'text': 'yes'}; a message has role and content",
+    ),
+    "an empty object": (
+        {**TEXT_ROW, "rejected": {}},
+        "rejected: expected a list of messages, got {}; a message has role and content",
+    ),
+    "a list of texts": (
+        {**TEXT_ROW, "chosen": ["yes"]},
+        "chosen: message 0 must have role and content, got 'yes'",
+    ),
+    "an object as the prompt": (
+        {**TEXT_ROW, "prompt": {"question": "why?"}},
+        "prompt: expected a list of messages, got {'question': 'why?'}; a message has role",
+    ),
+    "a number as the prompt": (
+        {"prompt": 0, "chosen": ASK + GOOD, "rejected": ASK + BAD},
+        "prompt: expected a list of messages, got 0; a message has role and content",
+    ),
+    "no prompt beside texts": (
+        {**TEXT_ROW, "prompt": None},
+        "the prompt is empty; fill it, or remove the row; if all texts begin with their prompts,",
+    ),
+    "another key of a prompt": (
+        {"chosen": [{**ASK[0], "id": 1}, *GOOD], "rejected": [{**ASK[0], "id": 2}, *BAD]},
+        "the prompts of the pair differ: message 0 from user differs in id (1 and 2); both sides",
+    ),
+    "another key of an earlier answer": (
+        {
+            "chosen": [*ASK, {**GOOD[0], "id": 1}, *turns("x", "y")],
+            "rejected": [*ASK, *GOOD, *turns("x", "z")],
+        },
+        "the prompts of the pair differ: message 1 from assistant differs in id (1 and nothing);",
+    ),
+    **{
+        f"content {content}": (
+            {"prompt": ASK, "chosen": [{"role": "assistant", "content": content}], "rejected": BAD},
+            f"chosen: message 0: its content is {content}; text is needed",
+        )
+        for content in (0, False, 0.0, {})
+    },
+    "no list of calls": (
+        {"prompt": ASK, "chosen": [{**BAD[0], "content": "", "tool_calls": {}}], "rejected": BAD},
+        "chosen: message 0: its tool_calls are {}; a list of objects is needed",
+    ),
     "two numbers": (
         {**TEXT_ROW, "chosen": 5, "rejected": 6},
         "chosen: expected a list of messages, got 5",
     ),
     "a user's answer": (
         {"prompt": ASK, "chosen": turns("x"), "rejected": turns("y")},
-        "the prompts of the pair differ: message 0 is from user",
+        "the prompts of the pair differ: message 0 from user differs in content ('x' and 'y')",
     ),
 }
+
+
+def test_one_message_is_a_list_of_one():
+    row = {"prompt": ASK, "chosen": GOOD, "rejected": BAD}
+    expected = pair_of(row)
+    assert np.array_equal(pair_of({key: value[0] for key, value in row.items()}), expected)
+    sharegpt = {
+        "prompt": {"from": "human", "value": "what is it?"},
+        "chosen": {"from": "gpt", "value": "the answer"},
+        "rejected": {"from": "gpt", "value": "no"},
+    }
+    assert np.array_equal(pair_of(sharegpt), expected)
+    assert np.array_equal(pair_of({**sharegpt, "prompt": "what is it?"}), expected)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -318,7 +384,7 @@ def test_a_cut_without_an_answer_or_a_difference_is_rejected():
         pair_of(row, length=10)
 
 
-@pytest.mark.parametrize("value", [None, "much", float("nan"), True])
+@pytest.mark.parametrize("value", [None, "much", float("nan"), True, 1e39, -(10**400)])
 def test_a_margin_must_be_a_number(value):
     with pytest.raises(ValueError, match="a finite number is needed: how much better the chosen"):
         pair_of({**TEXT_ROW, "by": value}, margin="by")

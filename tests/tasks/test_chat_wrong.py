@@ -248,7 +248,7 @@ BAD = {
         rows(*[{"messages": [USER | {"content": [IMAGE]}, *turns("yo", first="assistant")]}] * 3),
         ("train.jsonl, row 0: message 0 holds more than text", "this task supports only text"),
     ),
-    "no messages": Bad(chat(), ("train.jsonl, row 1: expected a list of messages, got '[]'",)),
+    "no messages": Bad(chat(), ("train.jsonl, row 1: expected a list of messages, got []",)),
     "no conversation": Bad(
         rows(*[{"messages": None}] * 2, {"messages": turns("hi", "yo")}),
         ("train.jsonl, row 0: expected a list of messages, got nothing",),
@@ -264,7 +264,7 @@ BAD = {
     "texts and conversations": Bad(
         rows(
             {"prompt": "a", "completion": "b"},
-            {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'},
+            {"prompt": json.dumps([USER]), "completion": json.dumps([USER])},
         ),
         ("train.jsonl, row 1", "others are texts", "separate data sets"),
     ),

@@ -153,7 +153,7 @@ def test_keys_of_arguments_are_no_flags(tmp_path):
 
 
 def test_messages_that_are_no_list_are_named(tmp_path):
-    rows = [{"messages": {"role": "user", "content": f"a {n}"}} for n in range(20)]
+    rows = [{"messages": {"author": "user", "content": f"a {n}"}} for n in range(20)]
     with pytest.raises(ValueError, match="expected a list of messages"):
         task_of(written(tmp_path / "data", rows, "parquet"), marked=True)
 

@@ -332,7 +332,7 @@ def test_adapters_and_the_head_are_trained_and_load_in_peft(tmp_path, dtype):
 WRONG = {
     "--task.centering -1": "task.centering -1.0 must be a number of at least 0",
     "--task.margin gap": "cannot find 'gap'",
-    "--task.margin prompt": 'the margin is \'[{"role"',
+    "--task.margin prompt": "the margin is [{'role'",
     "--task.overlong split": "task.overlong",
     "--task.pack packed": "unknown key 'task.pack'",
     "--task.fused_loss true": "unknown key 'task.fused_loss'",

@@ -11,17 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pyarrow import Table, parquet
 from torch.nn import functional as F
 
 from oneloop.task_protocol.protocol import check
 from oneloop.task_protocol.whole_batch import columns_of, loss_alone
 from oneloop.tasks.text_pairs import TextPairs
+from oneloop.tools.check.check_data import check_data
 from worlds import after, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.task_protocol.protocol",
     "oneloop.task_protocol.whole_batch",
+    "oneloop.tasks.columns_together",
     "oneloop.tasks.docstring_pairs",
     "oneloop.tasks.new_reader",
     "oneloop.tasks.rows.text_tables",
@@ -53,6 +56,18 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("pairs")
     pairs(made / "pairs.csv")
     return made
+
+
+TINY = {"layers": 1, "width": 32, "length": 24, "vocab": 300}
+
+
+def saved(folder: Path, rows: list[dict[str, str]], kind: str) -> Path:
+    folder.mkdir()
+    if kind == "parquet":
+        parquet.write_table(Table.from_pylist(rows), folder / "train.parquet")
+    else:
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
 
 
 class Indexed(TextPairs):
@@ -149,6 +164,32 @@ def _theirs(base: Path, texts: list[list[str]], kind: str, **options):
         value.backward()
     inner = model[0].model
     return value.detach(), {name: parameter.grad for name, parameter in inner.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"positive": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"positive": " \n"}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"anchor": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"also": ""}, "a text of the pair is empty; fill it, or remove the row"),
+        ({"wrong": "a 7"}, "a hard negative is equal to the positive; write another text"),
+        ({"also": "a 7"}, "a hard negative is equal to the positive; write another text"),
+    ],
+)
+def test_a_pair_from_which_nothing_is_learned_is_rejected(tmp_path, kind, row, why):
+    rows = [
+        {"anchor": f"q {n}", "positive": f"a {n}", "wrong": f"w {n}", "also": f"v {n}"}
+        for n in range(40)
+    ]
+    TextPairs(str(saved(tmp_path / "good", rows, kind)), negatives="wrong,also", **TINY)
+    rows[7] |= row
+    data = str(saved(tmp_path / "bad", rows, kind))
+    with pytest.raises(ValueError, match=rf"row \d+: {why}"):
+        TextPairs(data, negatives="wrong,also", **TINY)
+    findings = check_data("docstrings", ["--task.data", data, "--task.negatives", "wrong,also"])
+    assert why in str(findings.unusable)
 
 
 @pytest.mark.parametrize("negatives", ["", "wrong,also wrong"])

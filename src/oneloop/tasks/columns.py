@@ -12,6 +12,7 @@ from oneloop.basics.files import replacing
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.image_rows import empty_classes, loose_images
 from oneloop.tasks.rows.images import checked_images, is_image
+from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
     check_value,
@@ -22,9 +23,8 @@ from oneloop.tasks.rows.remote_checks import (
     sampled,
 )
 from oneloop.tasks.rows.rows import FINDINGS, unusable
-from oneloop.tasks.rows.text_tables import OBJECTS
 
-_CACHE_VERSION = 2  # increase it if a check changes
+_CACHE_VERSION = 3  # increase it if a check changes
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -144,35 +144,6 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             source.notes.append(f"images turned as their EXIF orientation says: {turned:,}")
         if empty:
             source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
-
-
-def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
-    """Raise ValueError if the lists of two columns (by task key) differ in length in a row."""
-    for source in sources:
-        first = source.columns[one]
-        second = source.columns[other]
-        for rows in source.parts.values():
-            # An empty file of the cache states that these rows are right.
-            with alone(f"values/{key_of(rows_content(rows), first, second)}.ok") as done:
-                with lenient(rows, skip=source.skipped is not None):
-                    if not done.exists():
-                        _check_lengths(sampled(rows), first, second)
-                if not FINDINGS.get():
-                    done.touch()
-
-
-def _check_lengths(rows: Any, first: str, second: str) -> None:
-    """Report each row whose lists in two columns differ in length."""
-    from pyarrow import compute
-
-    before = 0
-    for some, others in zip(rows.values(first), rows.values(second), strict=False):
-        length = compute.list_value_length(some).to_numpy(zero_copy_only=False)
-        other_length = compute.list_value_length(others).to_numpy(zero_copy_only=False)
-        for wrong in np.flatnonzero(length != other_length).tolist():
-            counts = f"{int(length[wrong])} {first} and {int(other_length[wrong])} {second}"
-            unusable(rows.where(before + wrong), f": {counts}; each needs one of the other")
-        before += len(some)
 
 
 def check_numbers(sources: Sequence[Source], key: str) -> None:
@@ -315,7 +286,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             for at in _non_numbers(values):
                 unusable(
                     rows.where(before + at),
-                    f": {values[at].as_py()!r} in {column!r} is not a finite number",
+                    f": {values[at].as_py()!r} in {column!r} is not a finite number in float32",
                 )
 
         # Collect the values, and stop if there are too many to be classes.

@@ -55,7 +55,7 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 
-_CACHE_VERSION = 1  # increase it if the tokens of a row change
+_CACHE_VERSION = 2  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target
 
 

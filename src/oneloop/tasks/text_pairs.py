@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.task_protocol.retrieval_metrics import Retrieval
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
+from oneloop.tasks.columns_together import check_together, unlearnable
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.new_reader import LEARNED, NewReader
@@ -164,6 +165,8 @@ class TextPairs(TextRows):
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
+        if labelled:
+            check_together(sources, [*self.columns], unlearnable)
         return sets_of(
             sources, lambda source: self._maker([source.columns[key] for key in self.columns])
         )

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import check_as_long, check_words
+from oneloop.tasks.columns import check_words
+from oneloop.tasks.columns_together import check_together
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
@@ -48,7 +49,7 @@ class TokenClassification(TextRows):
     def _check(self, sources: Sequence[Source]) -> None:
         check_words(sources, "tokens")
         if sources[0].columns["tags"]:
-            check_as_long(sources, "tokens", "tags")
+            check_together(sources, ["tokens", "tags"], _unequal)
 
     def _sample(
         self, source: Source, number: Callable[[Any], int]
@@ -114,6 +115,13 @@ class TokenClassification(TextRows):
         }
 
 
+def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
+    """Return why the tags of a row are not those of its words; empty if they are."""
+    if len(words) == len(tags):
+        return ""
+    return f"{len(words)} words and {len(tags)} tags; each word needs one"
+
+
 def _encoded(
     reader: Any, tokens: str, tags: str, number: Callable[[Any], int], row: Row
 ) -> tuple[Any, Tensor]:
@@ -128,8 +136,6 @@ def _encoded(
     """
     words = row[tokens]
     classes = row.get(tags, [0] * len(words))
-    if len(words) != len(classes):
-        raise ValueError(f"{len(words)} words and {len(classes)} tags; each word needs one")
 
     # Each word is predicted where it starts. Words that are cut have no start.
     sample, starts, length = reader.encode_words(words)

@@ -13,7 +13,7 @@ from oneloop.tasks.language.conversations import (
     encoded,
     encoded_prompt,
     first_value,
-    is_text,
+    has_messages,
 )
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import SCRATCH, Architecture
@@ -174,8 +174,8 @@ class AnswerRows(LanguageModel):
         return sources
 
     def _chat_of(self, first_prompt: Any) -> Chat | None:
-        """Return the chat template, unless the first prompt of a source is a text."""
-        if is_text(first_prompt):
+        """Return the chat template, if the first prompt of a source is messages, or None."""
+        if first_prompt is not None and not has_messages(first_prompt):
             end_of(self.tokenizer)  # raises ValueError if there is none
             note = "prompts and completions are concatenated unchanged"
             if self.tokenizer.chat_template:

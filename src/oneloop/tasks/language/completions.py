@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.messages_as_json import brief
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 _INSPECTED = 100  # number of texts
@@ -61,9 +62,11 @@ def _marked(tokens: NDArray[np.int32], border: int) -> NDArray[np.int32]:
 def whole_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
     """Return the tokens of a text with the end token; all but the first are targets.
 
-    Raise ValueError if the text is empty, or the tokenizer has no end token.
+    Raise ValueError if the text is empty or no text, or the tokenizer has no end token.
     """
     end = end_of(tokenizer)
+    if not isinstance(text, str):
+        raise ValueError(f"expected a text, got {brief(text)}; name another column, or remove it")
     tokens = _without_ends(tokenizer, text)[0]
     if not tokens:
         raise ValueError("the text is empty; fill it, or remove the row")

@@ -1,7 +1,7 @@
 """Rows as training tokens: conversations, or prompts and completions, in common formats.
 
 Messages are ``{"role": …, "content": …}`` as in transformers, or ``{"from": …, "value": …}`` as in
-ShareGPT. A list of messages may also be a JSON string.
+ShareGPT. A list of messages may also be a JSON string, and one message stands for a list of one.
 """
 
 import json
@@ -16,14 +16,15 @@ from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 from oneloop.tasks.language.message_flags import left_out
-from oneloop.tasks.language.messages_as_json import read
+from oneloop.tasks.language.messages_as_json import brief, is_message, is_missing, read
+from oneloop.tasks.rows.objects import Written
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 # An answer needs a value of one of these keys.
-_ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
+ANSWERS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 def encoded(
@@ -56,7 +57,7 @@ def encoded(
     completion = row[columns["completion"]]
     if is_text(prompt) != is_text(completion):
         raise ValueError(
-            f"the prompt is {_brief(prompt)}, and the completion {_brief(completion)}; both must "
+            f"the prompt is {brief(prompt)}, and the completion {brief(completion)}; both must "
             "be texts, or both messages"
         )
     if is_text(prompt):
@@ -66,16 +67,15 @@ def encoded(
         return completed(tokenizer, prompt, completion)
 
     # A prompt and a completion, as messages.
-    template = _chat(chat)
     before, _ = _messages(row, columns, prompt, ())
     after = conversation(completion)
     if before[-1]["role"] == after[0]["role"] == "assistant":
         raise ValueError(
-            f"the prompt ends with a message of the assistant ({_brief(before[-1]['content'])}), "
+            f"the prompt ends with a message of the assistant ({brief(before[-1]['content'])}), "
             "and an answer follows; join a begun answer and its end into one message of the answer"
         )
     untrained = {len(before) + number for number in _left_out(completion, after, flags)}
-    return template.encode([*before, *after], tools, given=len(before), untrained=untrained)
+    return _chat(chat).encode([*before, *after], tools, given=len(before), untrained=untrained)
 
 
 def encoded_prompt(
@@ -92,7 +92,7 @@ def encoded_prompt(
     """
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     prompt = row[columns["messages"] or columns["prompt"]]
-    if columns["completion"] and row[columns["completion"]]:
+    if columns["completion"] and not is_missing(row[columns["completion"]]):
         return encoded(row, columns, tokenizer, chat, flags)
     if columns["prompt"] and is_text(prompt):
         _reject_unread(row, columns, tools)
@@ -185,8 +185,7 @@ def _left_out(value: Any, messages: Sequence[Any], flags: Sequence[str]) -> set[
     """
     if not flags:
         return set()
-    written = read(value) if isinstance(value, str) else value
-    return left_out(written or (), [message["role"] for message in messages], flags)
+    return left_out(read(value), [message["role"] for message in messages], flags)
 
 
 def _chat(chat: Chat | None) -> Chat:
@@ -220,52 +219,56 @@ def column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list
 
 
 def first_value(rows: Any, column: str) -> Any:
-    """Return the first value of a column that is not empty; None if all are."""
+    """Return the first text or messages of a column, else another value; None if all are empty."""
+    other = None
     for index in range(len(rows)):
         value = rows[index][column]
-        if value:
+        if value and (isinstance(value, str) or has_messages(value)):
             return value
-    return None
+        other = other or value
+    return other
 
 
 def is_text(value: Any) -> bool:
     """Whether a prompt or completion is a text, and not messages as JSON."""
-    return isinstance(value, str) and not any(
-        "role" in message or "from" in message for message in read(value) or ()
-    )
+    return isinstance(value, str) and not has_messages(value)
+
+
+def has_messages(value: Any) -> bool:
+    """Whether a value is messages: a list of them, its JSON, or one message."""
+    return any(map(is_message, read(value)))
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation, from a list or its JSON.
+    """Return the messages of a conversation, from a list, its JSON, or one message.
 
     Raise ValueError with the index of a malformed message.
     """
-    is_json = isinstance(value, str)
-    messages = read(value) if is_json else value
-    if not isinstance(messages, Sequence) or not len(messages):
-        raise ValueError(f"expected a list of messages, got {_brief(value)}")
-    return [_message(message, number, exact=is_json) for number, message in enumerate(messages)]
+    messages = read(value)
+    if not messages:
+        raise ValueError(
+            f"expected a list of messages, got {brief(value)}; a message has role and content"
+        )
+    return [_message(message, number) for number, message in enumerate(messages)]
 
 
-def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
-    """Return a message with role and content. Raise ValueError if it is malformed.
-
-    ``exact``: keep null values inside of other values, because the user wrote them (in JSON).
-    """
+def _message(given: Any, number: int) -> dict[str, Any]:
+    """Return a message with role and content. Raise ValueError if it is malformed."""
     if not isinstance(given, Mapping):
-        raise ValueError(f"message {number} must have role and content, got {_brief(given)}")
-    message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if not exact:
-        message = _without_nulls(message)
+        raise ValueError(f"message {number} must have role and content, got {brief(given)}")
+    message: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is not None:
+            message[key] = _without_nulls(value)
 
     # Convert ShareGPT's keys and roles.
     if "from" in message and "role" not in message:
         source = message
-        message = {"role": _SHAREGPT_ROLES.get(source["from"], source["from"])}
+        message = {"role": _SHAREGPT_ROLES.get(str(source["from"]), source["from"])}
         if "value" in source:
             message["content"] = source["value"]
 
-    # Check the role, and that an answer says something.
+    # Check the role.
     role = message.get("role")
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")
@@ -275,17 +278,17 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
         )
     if role == "assistant":
         message = {"content": "", **message}
-        if not any(message.get(key) for key in _ANSWER_KEYS):
-            raise ValueError(
-                f"message {number}: the assistant's answer is empty; fill it, or remove the row"
-            )
 
-    # Check and convert the content.
+    # Check and convert the content; an answer must say something.
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
     if "tool_calls" in message:
         message["tool_calls"] = _calls(message["tool_calls"], number)
+    if role == "assistant" and not any(message.get(key) for key in ANSWERS):
+        raise ValueError(
+            f"message {number}: the assistant's answer is empty; fill it, or remove the row"
+        )
     return message
 
 
@@ -294,7 +297,7 @@ def _text(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"message {number}: its content is {_brief(content)}; text is needed")
+        raise ValueError(f"message {number}: its content is {brief(content)}; text is needed")
     texts = []
     for part in content:
         text = None
@@ -302,7 +305,7 @@ def _text(content: Any, number: int) -> str:
             text = part.get("text")
         if not isinstance(text, str):
             raise ValueError(
-                f"message {number} holds more than text ({_brief(part)}); this task supports "
+                f"message {number} holds more than text ({brief(part)}); this task supports "
                 "only text"
             )
         texts.append(text)
@@ -313,7 +316,7 @@ def _calls(calls: Any, number: int) -> list[Any]:
     """Return tool calls. Raise ValueError if they are not a list of objects."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
-            f"message {number}: its tool_calls are {_brief(calls)}; a list of objects is needed"
+            f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
         )
     return calls
 
@@ -322,27 +325,20 @@ def _tools(value: Any) -> list[Any] | None:
     """Return the tools of a row, from a list or its JSON. Raise ValueError if it is neither."""
     if isinstance(value, str) and "".join(value.split()) in ("", "null", "[]", "{}"):
         return None
-    if not isinstance(value, str) and not _without_nulls(value):
+    if is_missing(value) or _without_nulls(value) == {}:
         return None
-    tools = read(value) if isinstance(value, str) else value
-    if not isinstance(tools, Sequence) or not all(
-        isinstance(tool, Mapping | str) for tool in tools
-    ):
-        raise ValueError(f"the tools are {_brief(value)}; a list of JSON schemas is needed")
-    if isinstance(value, str):
-        return list(tools)  # in JSON, the user wrote the null
+    tools = read(value)
+    if not tools or not all(isinstance(tool, Mapping | str) for tool in tools):
+        raise ValueError(f"the tools are {brief(value)}; a list of JSON schemas is needed")
     return [json.loads(tool) if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
 
 
 def _without_nulls(value: Any) -> Any:
     """Remove null values, recursively: a table gives every row the keys of all rows."""
+    if isinstance(value, Written):
+        return value
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list | tuple):
         return [_without_nulls(inner) for inner in value]
     return value
-
-
-def _brief(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) < 60 else f"{text[:57]}…"

@@ -1,17 +1,41 @@
-"""Messages and tools that are written as JSON text."""
+"""Messages and tools, as lists or as JSON text."""
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from oneloop.tasks.rows.objects import Written
 
-def read(text: str) -> list[Any] | None:
-    """Return the list of objects in a JSON text; None if the text is anything else."""
-    if not text.lstrip().startswith("["):
-        return None
+
+def read(value: Any) -> Sequence[Any]:
+    """Return the messages or tools of a value: a list, its JSON text, or one message.
+
+    A text that is other JSON, or any other value, has none.
+    """
+    if isinstance(value, Mapping):
+        return [value] if is_message(value) else []
+    if not isinstance(value, str):
+        return value if isinstance(value, Sequence) else []
+    if not value.lstrip().startswith("["):
+        return []
     try:
-        entries: list[Any] = json.loads(text)
-    except ValueError:
-        return None
-    if entries and all(isinstance(entry, dict) for entry in entries):
-        return entries
-    return None
+        entries: list[Any] = json.loads(value, object_hook=Written)
+    except (ValueError, RecursionError):
+        return []
+    return entries if all(isinstance(entry, dict) for entry in entries) else []
+
+
+def is_message(value: Any) -> bool:
+    """Whether a value is an object with the key of a message's role."""
+    return isinstance(value, Mapping) and ("role" in value or "from" in value)
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value stands for nothing: null, or an empty text or list. 0 and false do not."""
+    return value is None or value in ("", [])
+
+
+def brief(value: Any) -> str:
+    """Return the beginning of a value for a message."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) < 60 else f"{text[:57]}…"

@@ -6,8 +6,6 @@ tokens of the chosen side, and those of the rejected side. Each side is a prompt
 token (:func:`oneloop.tasks.language.completions.with_one_border`).
 """
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, Literal
@@ -18,8 +16,10 @@ from numpy.typing import NDArray
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import with_one_border
-from oneloop.tasks.language.conversations import conversation, encoded, is_text
+from oneloop.tasks.language.conversations import ANSWERS, conversation, encoded, is_text
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.messages_as_json import brief, is_missing
+from oneloop.tasks.rows.remote_checks import is_finite
 from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]
@@ -83,10 +83,10 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
     if not columns.get("margin"):
         return 0.0
     value = row[columns["margin"]]
-    if not is_number(value) or not math.isfinite(value):
+    if not is_number(value) or not is_finite(value):
         raise ValueError(
-            f"the margin is {value!r}; a finite number is needed: how much better the chosen "
-            "answer is"
+            f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
+            "answer is, in float32"
         )
     return float(value)
 
@@ -124,10 +124,13 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
     # Both answers must be there, in one form.
     answers = {side: row[columns[side]] for side in SIDES}
     for side, answer in answers.items():
-        if not answer:
+        if is_missing(answer):
             raise ValueError(f"it has no {side} answer; fill {columns[side]!r}, or remove the row")
-    texts = {side: is_text(answer) for side, answer in answers.items()}
-    if texts["chosen"] != texts["rejected"]:
+    lists = {}
+    for side, answer in answers.items():
+        if not is_text(answer):
+            lists[side] = _messages(side, answer)
+    if len(lists) == 1:
         raise ValueError(
             "one of the answers is a text, and the other messages; both must be texts, or both "
             "messages"
@@ -135,22 +138,24 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
 
     # Texts have a prompt, or begin equally.
     prompt = row[columns["prompt"]] if columns.get("prompt") else None
-    if texts["chosen"]:
-        if prompt is not None and not is_text(prompt):
+    given = None
+    if not is_missing(prompt) and not is_text(prompt):
+        given = _messages("prompt", prompt)
+    if not lists:
+        if given:
             raise ValueError("the prompt is messages, and the answers are texts; use one form")
-        if prompt is None:
+        if not columns.get("prompt"):
             return _common_text(answers["chosen"], answers["rejected"])
-        if not prompt:
-            raise ValueError("the prompt is empty; fill it, or remove the row")
+        if is_missing(prompt):
+            raise ValueError(
+                "the prompt is empty; fill it, or remove the row; if all texts begin with their "
+                "prompts, ignore the column: task.prompt ''"
+            )
         return prompt, answers
 
     # Messages: answers alone after a prompt, which may be a text; else whole conversations.
-    lists = {side: _messages(side, answer) for side, answer in answers.items()}
-    given = None
-    if prompt and not is_text(prompt):
-        given = _messages("prompt", prompt)
     alone = all(messages[0]["role"] == "assistant" for messages in lists.values())
-    if alone and prompt:
+    if alone and not is_missing(prompt):
         return given or [{"role": "user", "content": prompt}], lists
     before, ends = _common_messages(lists["chosen"], lists["rejected"])
     if given is not None and before != given:
@@ -216,12 +221,7 @@ def _common_messages(
                 f"{side}: it is only the beginning of the other conversation, so its answer is "
                 "empty; fill it, or remove the row"
             )
-        if messages[0]["role"] != "assistant":
-            raise ValueError(
-                f"the prompts of the pair differ: message {same} is from {messages[0]['role']} "
-                f"({_brief(messages[0])}) in {side}, and not the same in the other; both sides "
-                "need one prompt, and may differ first in a message of the assistant"
-            )
+    _check_answers(same, ends["chosen"][0], ends["rejected"][0])
     if not same:
         raise ValueError(
             "the conversations begin with the answers; give their prompt in the column "
@@ -230,9 +230,20 @@ def _common_messages(
     return [*chosen[:same]], ends
 
 
-def _brief(message: Mapping[str, Any]) -> str:
-    text = json.dumps(message.get("content", ""), ensure_ascii=False)
-    return text if len(text) < 40 else f"{text[:37]}…"
+def _check_answers(number: int, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
+    """Raise ValueError if the first messages that differ are not answers with other contents."""
+    apart = {}
+    for key in {**chosen, **rejected}:
+        values = chosen.get(key), rejected.get(key)
+        if values[0] != values[1]:
+            apart[key] = f"{key} ({' and '.join(map(brief, values))})"
+    if chosen["role"] == rejected["role"] == "assistant" and not apart.keys().isdisjoint(ANSWERS):
+        return
+    raise ValueError(
+        f"the prompts of the pair differ: message {number} from {chosen['role']} differs in "
+        f"{', '.join(apart.values())}; both sides need one prompt, and may differ first in what "
+        "the assistant answers"
+    )
 
 
 def pair_choices(columns: Mapping[str, str]) -> list[dict[str, str]]:

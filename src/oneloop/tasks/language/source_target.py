@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
+from oneloop.tasks.language.messages_as_json import brief, is_missing
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
@@ -56,7 +57,7 @@ def encoded_pair(
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
     labels = list[int]()
-    if columns["target"] and (labelled or row[columns["target"]]):
+    if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
         target = _text(row, columns["target"], "target")
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.
@@ -70,7 +71,7 @@ def _text(row: Row, column: str, key: str) -> str:
     """Return a text that is not empty. Raise ValueError."""
     value = row[column]
     if not isinstance(value, str):
-        raise ValueError(f"the {key} is a {type(value).__name__}; task.{key} must name texts")
+        raise ValueError(f"the {key} is {brief(value)}; task.{key} must name texts")
     if not value.strip():
         raise ValueError(f"the {key} is empty; fill it, or remove the row")
     return value

@@ -5,6 +5,7 @@ They come from JSON Lines, csv and Arrow files, image folders, and data sets of 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.objects import flattened, value_of
+from oneloop.tasks.rows.parquet_files import is_wanted
 from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
+_SHOWN = 100  # rows whose objects give names for messages
 
 
 class Table:
@@ -48,7 +52,8 @@ class Table:
 
     def __getitem__(self, index: int) -> Row:
         row: Row = self.dataset[int(index)]
-        return row
+        kinds = self.dataset.features
+        return {name: value_of(value, kinds[name]) for name, value in row.items()}
 
     def where(self, index: int) -> str:
         # Report the row of the file, also after select().
@@ -60,7 +65,7 @@ class Table:
         return {"length": len(self), "columns": sorted(self.types), **self.content}
 
     def values(self, column: str) -> Iterator[Any]:
-        """Yield the column as Arrow arrays, in row order."""
+        """Yield the column as Arrow arrays, in row order; objects as JSON text."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
             yield plain[start : start + _BATCH][column].combine_chunks()
@@ -111,6 +116,7 @@ def _table(
     if found.regrouped:
         content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
+    nested = ""  # fields of objects, for messages
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
@@ -119,13 +125,25 @@ def _table(
             dataset = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
+            # Objects of JSON Lines have no types, so their fields become columns.
+            names = made.dataset.column_names
+            fields = [
+                name for name in columns or () if name not in names and is_wanted(name, names)
+            ]
+            if fields and found.kind == "json":
+                made = converted(found, split, files, content, fields)
+                first = map(Table(made.dataset, {}, name).__getitem__, range(len(made.dataset)))
+                known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
+                nested = "".join(
+                    f", {field}" for field in sorted(known.difference(made.dataset.column_names))
+                )
             dataset = made.dataset
     if split:
         content["part"] = split
     about = made.about if made else ""
     if columns is None:
         columns = dataset.column_names
-    table = Table(with_columns(dataset, columns, name, about), content, name, about)
+    table = Table(with_columns(dataset, columns, name, nested + about), content, name, about)
     return _readable(table, made.unreadable, columns, skipped) if made else table
 
 
@@ -141,7 +159,7 @@ def _readable(
     """
     bad: dict[int, tuple[str, str]] = {}  # position and reason by row
     for index, where, why, column in unreadable:
-        if column is None or column in columns:
+        if column is None or any(is_wanted(read, [column]) for read in columns):
             bad.setdefault(index, (where, why))
     if not bad:
         return table
@@ -185,15 +203,28 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     Raises:
         ValueError: a column is missing, or holds several types.
     """
-    from datasets import Audio, Image
+    from datasets import Audio, Image, concatenate_datasets
 
+    if not columns:
+        return dataset  # whose rows are counted: datasets has none without columns
+    flat = dataset.column_names
+    fields = []
     for column in columns:
-        if dataset.column_names.count(column) != 1:
-            raise no_column(name, column, dataset.column_names, about)
-        wrong = getattr(dataset.features[column], "id", None) or ""
+        wrong = getattr(dataset.features.get(column), "id", None) or ""
         if wrong.startswith(MIXED):
             raise ValueError(f"{name}: column {column!r} {wrong}")
-    dataset = dataset.select_columns(list(columns))
+        found = dataset
+        if column not in flat:
+            # A format, which lists columns, would hide the fields of objects.
+            objects = [one for one, kind in dataset.features.items() if isinstance(kind, dict)]
+            parents = sorted((one for one in objects if is_wanted(column, [one])), key=len)
+            found = dataset.select_columns(parents[-1:]).with_format(None)
+        found = down_to(found, column, name, flat, about, max_depth=2)
+        if column not in flat:
+            fields.append(found.select_columns([column]))
+    dataset = dataset.select_columns([column for column in columns if column in flat])
+    if fields:
+        dataset = concatenate_datasets([dataset, *fields], axis=1)
     for column, feature in dataset.features.items():
         if isinstance(feature, Image | Audio):
             dataset = dataset.cast_column(column, type(feature)(decode=False))
@@ -215,18 +246,39 @@ class NoColumn(ValueError):
         self.column = column
 
 
-def no_column(name: str, column: str, known: Sequence[str], about: str = "") -> ValueError:
-    """Return the error for a column that is missing or occurs twice.
+def down_to(
+    table: Any,
+    column: str,
+    where: str,
+    known: Sequence[str] = (),
+    about: str = "",
+    **level: int,
+) -> Any:
+    """Return a table with this column; its objects are replaced by their fields, if it needs one.
+
+    ``translation.en`` is the field ``en`` of ``translation``, unless a column has that name.
 
     Args:
-        name: name of the rows in the message.
-        column: the column.
-        known: the columns that exist.
-        about: more about them.
+        table: has the method ``flatten``, and the names of its columns.
+        column: name of the column.
+        where: name of the rows in messages.
+        known: more columns, for messages.
+        about: more about the columns, for messages.
+        level: arguments with which ``flatten`` replaces the outermost objects.
+
+    Raises:
+        ValueError: the column is missing, or is there twice.
     """
-    if column in known:
-        return ValueError(f"{name} has two columns {column!r}; rename one of them")
-    return NoColumn(name, column, known, about)
+    names = [*known]
+    while column not in table.column_names:
+        before = table.column_names
+        names += before
+        table = table.flatten(**level)
+        if table.column_names == before:
+            raise NoColumn(where, column, [*dict.fromkeys(names)], about)
+    if table.column_names.count(column) > 1:
+        raise ValueError(f"{where} has two columns {column!r}; rename one of them")
+    return table
 
 
 @contextmanager

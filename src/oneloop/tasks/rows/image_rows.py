@@ -9,6 +9,7 @@ from typing import Any
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import SPLITS, Found, is_split, kind_of, metadata_in, parted
+from oneloop.tasks.rows.objects import with_fields
 from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
@@ -46,7 +47,7 @@ def image_rows(
     files = there.parts[split]
     metadata = {folder: _read(file, read) for folder, file in _metadata_files(there).items()}
     if metadata:
-        rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
+        rows = [{IMAGE: str(file), **with_fields(_about(file, metadata), read)} for file in files]
     else:
         loose = loose_images(there) if LABEL in read else []
         if loose:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from oneloop.data.fingerprint import content_checksum
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
-from oneloop.tasks.rows.arrow_tables import no_column
+from oneloop.tasks.rows.arrow_tables import down_to
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.objects import value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
@@ -120,9 +121,10 @@ class Parquet:
 
         schema = file.schema
         metadata = file.metadata
+        fields = {}
         for column in self.columns:
-            if schema.names.count(column) != 1:
-                raise no_column(file.where, column, schema.names)
+            found = down_to(schema.empty_table(), column, file.where)
+            fields[column] = found.schema.field(column)
 
         # All files must have the types of the first one.
         types = column_types(schema, self.columns, file.where)
@@ -135,8 +137,8 @@ class Parquet:
                         f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
-        for column in self.columns:
-            kind = schema.field(column).type
+        for column, field in fields.items():
+            kind = field.type
             # Categories of pandas are texts with an index.
             self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
@@ -158,7 +160,8 @@ class Parquet:
 
     def __getitem__(self, index: int) -> Row:
         group, row = self._locate(index)
-        return {name: column[row].as_py() for name, column in self._table(group).items()}
+        columns = self._table(group)
+        return {name: value_of(columns[name][row].as_py(), self.types[name]) for name in columns}
 
     def values(self, column: str) -> Iterator[Any]:
         """Yield the column as Arrow arrays, in row order; skip groups without selected rows."""
@@ -237,7 +240,7 @@ class Parquet:
         # Combining would copy even a single chunk, which may be mapped.
         arrays = {}
         for name in names:
-            column = table.column(name)
+            column = down_to(table, name, file.where).column(name)
             arrays[name] = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         size = sum(array.nbytes for array in arrays.values())
         check_size(file.where, number, size, int(self._groups[group, _BYTES]))

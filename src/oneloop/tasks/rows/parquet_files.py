@@ -235,11 +235,20 @@ def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, A
     import pyarrow
     from datasets import Features
 
-    kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
+    stored = []
+    for field in schema:
+        if any(is_wanted(name, [field.name]) for name in columns):
+            stored.append(field)
+    types: dict[str, Any] = {}
     try:
-        return dict(Features.from_arrow_schema(kept))
+        for column in columns:
+            features = Features.from_arrow_schema(pyarrow.schema(stored, schema.metadata))
+            while column not in features:
+                features = features.flatten(max_depth=2)
+            types[column] = features[column]
+        return types
     except Exception as error:  # types that datasets does not support
-        kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
+        kinds = ", ".join(f"{field.name} is {field.type}" for field in stored)
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 

@@ -15,6 +15,7 @@ from oneloop.tasks.rows.rows import FINDINGS, Findings, Row
 
 _ROWS = 1000  # rows that are checked before a run, about
 _BYTES = 64 << 20  # as stored, of the row groups that these rows are in
+_LARGEST = float(np.finfo(np.float32).max)
 _LABEL_BYTES = 32 << 20  # as stored, of a column of labels that is read completely
 
 
@@ -128,12 +129,12 @@ def check_value(column: str, kind: Any, labels: bool, numbers: bool, row: Row) -
         if missing or (names and not 0 <= one < len(names)):
             raise ValueError(f"no value in {column!r}; fill it, or remove the row")
         if numbers and not is_finite(one):
-            raise ValueError(f"{one!r} in {column!r} is not a finite number")
+            raise ValueError(f"{one!r} in {column!r} is not a finite number in float32")
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether a value is a finite number, or the text of one."""
+    """Return whether a value is a finite number in float32, or the text of one."""
     try:
-        return math.isfinite(float(value))
-    except ValueError:
+        return abs(float(value)) <= _LARGEST
+    except (ValueError, OverflowError):
         return False

@@ -146,6 +146,7 @@ class Mapped:
 
 DRAWS = 1_000_000
 """numbers below this are drawn for rows and groups"""
+_DRAW_VERSION = 2  # increase it if other rows are drawn from the same content
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -192,7 +193,7 @@ def divided(
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    key = key_of(rows_content(rows), share, *filter(None, [label]))
+    key = key_of(_DRAW_VERSION, rows_content(rows), share, *filter(None, [label]))
     with alone(f"held-out/{key}.npz") as path:
         validation, test, rare = _draw_splits(rows, share, path, label)
         if rare and notes is not None:

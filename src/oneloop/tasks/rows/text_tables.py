@@ -20,11 +20,11 @@ from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
 from oneloop.tasks.rows.csv_json_lines import FileRow, about_one_object, csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.objects import OBJECTS, as_json, with_fields
 
 _JsonRows = Sequence[Mapping[str, Any]]
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
-_VERSION = 5  # version of the conversion; increase it if the result for the same files changes
-OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
+_VERSION = 6  # version of the conversion; increase it if the result for the same files changes
 MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
 _DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
@@ -48,7 +48,11 @@ class Converted:
 
 
 def converted(
-    found: Found[Path], split: str, files: Sequence[Path], content: Mapping[str, Any]
+    found: Found[Path],
+    split: str,
+    files: Sequence[Path],
+    content: Mapping[str, Any],
+    fields: Sequence[str] = (),
 ) -> Converted:
     """Convert files once to a ``datasets.Dataset`` that is cached by content.
 
@@ -60,6 +64,7 @@ def converted(
         split: name of the split.
         files: the files of the split.
         content: their content, as :func:`oneloop.tasks.rows.cache.content_of` returns it.
+        fields: dotted names of fields of objects in JSON Lines, which become columns.
 
     Raises:
         ValueError: a file cannot be read.
@@ -70,7 +75,8 @@ def converted(
     filled = [file for file in files if file.stat().st_size]
     if not filled:
         raise ValueError(f"{found.root}: {files[0].name} is empty")
-    with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
+    key = key_of(_VERSION, found.kind, split, content, *fields)
+    with alone(f"tables/{key}.arrow") as path:
         # Try twice: a table that cannot be opened is rebuilt once.
         checksum_file = path.with_suffix(".xxh3")
         report_file = path.with_suffix(".json")
@@ -78,7 +84,7 @@ def converted(
             if path.exists() and not _intact(path, checksum_file):
                 path.unlink()
             if not path.exists():
-                _convert(found, filled, path, checksum_file, report_file)
+                _convert(found, filled, path, checksum_file, report_file, fields)
             try:
                 dataset = Dataset.from_file(str(path))
                 report = json.loads(report_file.read_text())
@@ -95,14 +101,19 @@ def converted(
 
 
 def _convert(
-    found: Found[Path], files: Sequence[Path], table: Path, checksum_file: Path, report_file: Path
+    found: Found[Path],
+    files: Sequence[Path],
+    table: Path,
+    checksum_file: Path,
+    report_file: Path,
+    fields: Sequence[str],
 ) -> None:
     """Write the table of these files, its checksum, and the report of the conversion."""
     draft = table.with_suffix(f".{os.getpid()}.draft")
     report = _Report(files)
     try:
         if found.kind == "json":
-            _write_json(files, report, draft)
+            _write_json(files, report, draft, fields)
         elif found.kind in ("csv", "tsv"):
             _write(_csv(files, found.kind, report), draft)
         else:
@@ -227,32 +238,33 @@ def _value(row: FileRow, column: str) -> Any:
     return row.values.get(column) if row.values else None
 
 
-def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
+def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Sequence[str]) -> None:
     """Write the rows of JSON files.
 
-    Strings stay strings (pyarrow would convert dates). Objects become JSON text, which keeps their
-    nulls, as do the values of a column with several types.
+    Strings stay strings (pyarrow would convert dates). All values of a column with objects become
+    JSON text, which keeps their nulls, as do the values of a column with several types.
     """
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
     for number, rows in _in_batches(files, "json"):
         report.add(number, rows)
-        columns.add(files[number], [row.values or {} for row in rows])
+        columns.add(files[number], [with_fields(row.values or {}, fields) for row in rows])
     for _ in range(1 + len(columns.types)):
         try:
-            _write(_json(files, columns), draft)
+            _write(_json(files, columns, fields), draft)
             return
         except Misfit as error:
             columns.mix(error.column, error.why)
 
 
-def _json(files: Sequence[Path], columns: "Columns") -> Iterator[Any]:
+def _json(files: Sequence[Path], columns: "Columns", fields: Sequence[str]) -> Iterator[Any]:
     """Yield batches of the rows of JSON files."""
     import pyarrow
 
     schema = columns.schema()
     for _, rows in _in_batches(files, "json"):
-        yield pyarrow.record_batch(columns.arrays([row.values or {} for row in rows]), schema)
+        values = [with_fields(row.values or {}, fields) for row in rows]
+        yield pyarrow.record_batch(columns.arrays(values), schema)
 
 
 class Misfit(Exception):
@@ -336,27 +348,15 @@ class Columns:
         return arrays
 
     def _values(self, name: str, rows: _JsonRows) -> list[Any]:
-        """Return the values of a column; objects as JSON text, None if a row lacks the column."""
+        """Return the values of a column, None if a row lacks it; beside objects, as JSON text."""
         values = [row.get(name) for row in rows]
-        if self.nested.get(name):
-            # Text, too, so that a text differs from a number.
-            return [None if value is None else json.dumps(value, default=str) for value in values]
-        if name in self.nested:
-            return list(map(_text, values))
-        return values
+        return list(map(as_json, values)) if name in self.nested else values
 
 
 def _holds_objects(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_holds_objects, value))
     return isinstance(value, dict)
-
-
-def _text(value: Any) -> str | None:
-    """Return a value as JSON text; texts and None stay."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None:

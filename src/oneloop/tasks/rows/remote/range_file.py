@@ -81,12 +81,13 @@ def decoded(request: GroupRequest, where: str, metadata: Any, parts: Mapping[int
             pyarrow.PythonFile(RangeFile(request.item.size, parts), mode="r"),
             metadata=metadata,
             read_dictionary=dictionary_columns(metadata),
+            pre_buffer=False,  # it would read the gaps between columns
         )
         names: Sequence[str] = list(request.columns)
         table = reader.read_row_group(request.group, columns=names, use_threads=False)
         check_size(where, request.group, table.nbytes, request.size)
         # An IPC file has one dictionary for each column.
-        return table.select(names).unify_dictionaries().combine_chunks()
+        return table.unify_dictionaries().combine_chunks()
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         if str(error).startswith(where):
             raise

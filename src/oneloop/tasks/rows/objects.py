@@ -1,0 +1,63 @@
+"""Objects in columns of rows, as JSON text or Arrow structs, and their fields by dotted names."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds its values as JSON text
+_LEVELS = 50  # most objects within each other
+
+
+class Written(dict[str, Any]):
+    """An object of JSON text, in which the user wrote each null. A table adds nulls."""
+
+
+def as_json(value: Any) -> str | None:
+    """Return a value as JSON text. A text, too: it differs from an object that it may describe."""
+    return None if value is None else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def value_of(stored: Any, kind: Any) -> Any:
+    """Return a stored value as the user wrote it: objects, and texts beside objects.
+
+    Args:
+        stored: the value as it is in the table.
+        kind: type of the column.
+    """
+    if stored is None or getattr(kind, "id", None) != OBJECTS:
+        return stored
+    try:
+        return json.loads(stored, object_hook=Written)
+    except (ValueError, RecursionError):
+        return stored  # an older version stored a text beside objects unchanged
+
+
+def flattened(values: Mapping[str, Any], levels: int = _LEVELS) -> dict[str, Any]:
+    """Return a row with the fields of its objects by dotted names, such as ``translation.en``.
+
+    A column of that name comes first, then a field of the object with the longest name.
+
+    Args:
+        values: the row.
+        levels: objects within each other; those that are deeper stay.
+    """
+    made = {}
+    for name in sorted(values, key=len):
+        value = values[name]
+        if isinstance(value, Mapping) and levels:
+            for field, inner in flattened(value, levels - 1).items():
+                made[f"{name}.{field}"] = inner
+    return {**made, **values}
+
+
+def with_fields(values: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
+    """Return a row with more columns: these fields of its objects, if it has them.
+
+    Args:
+        values: the row.
+        fields: dotted names.
+    """
+    if not fields:
+        return values
+    known = flattened(values)
+    return {**values, **{field: known[field] for field in fields if field in known}}
