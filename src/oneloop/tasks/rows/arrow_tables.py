@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
-from oneloop.tasks.rows.find_files import SPLITS, Found
+from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
 from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
@@ -275,16 +275,22 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
             raise ValueError(
                 f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-    if not any(SPLITS.get(split) == "train" for split in loaded):
+
+    # Keep the splits with known names, under oneloop's names. Else a word is enough (train1), unless
+    # several splits have it.
+    named = {split: SPLITS[split] for split in loaded if split in SPLITS}
+    words = {split: split_of(split) for split in loaded}
+    for hub_split, word in words.items():
+        if word and word not in named.values() and [*words.values()].count(word) == 1:
+            named[hub_split] = word
+    if "train" not in named.values():
         raise ValueError(
             f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
         )
 
-    # Keep the splits with known names, under oneloop's names.
     splits = {}
-    for hub_split, rows in loaded.items():
-        if hub_split in SPLITS:
-            content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
-            kept = with_columns(rows, columns, f"data set {name!r}")
-            splits[SPLITS[hub_split]] = Table(kept, content, f"{name} {hub_split}")
+    for hub_split, split in named.items():
+        content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
+        kept = with_columns(loaded[hub_split], columns, f"data set {name!r}")
+        splits[split] = Table(kept, content, f"{name} {hub_split}")
     return splits

@@ -30,7 +30,13 @@ SPLITS = {
     "test": "test",
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
 }
-"""split by the names of files, folders and hub splits"""
+"""split by the words in names of files, folders and hub splits"""
+# Between letters and others, before a capital (myTrain), and before the last of several (XMLTrain).
+_BORDER = r"(?:\b|(?<=[\W\d_])|(?=[\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
+_SET = "(?P<of_a_set>train|validation|valid|dev|test)(?:set|data|file|split)"
+_WORD = re.compile(f"{_BORDER}(?i:(?P<alone>{'|'.join(SPLITS)})|{_SET}){_BORDER}")
+_TRAINING = re.compile("train", re.I)
+_HELD_OUT = re.compile("test|valid|dev", re.I)
 # next to images: their labels and other columns
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _COMPRESSED = (*COMPRESSED, ".xz", ".zip")
@@ -53,14 +59,16 @@ class Found(Generic[AnyPath]):
     parts: dict[str, list[AnyPath]]
     others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
     where: str = ""  # path or address, for messages
+    about_names: str = ""  # a line for the log; see :func:`_about_names`
 
     @property
     def notes(self) -> list[str]:
-        """Return a line for the log about files that are not read."""
-        if not self.others:
-            return []
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
-        return [f"{self.where or self.root}: files that are not read: {kinds}"]
+        """Return lines for the log, about names and about files that are not read."""
+        lines = [self.about_names] if self.about_names else []
+        if self.others:
+            kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
+            lines.append(f"files that are not read: {kinds}")
+        return [f"{self.where or self.root}: {line}" for line in lines]
 
     @property
     def files(self) -> list[AnyPath]:
@@ -158,8 +166,9 @@ def chosen(
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
         files = [file for file in files if file == root or not file.name.startswith("cache-")]
-    parts = {"": sorted(files)} if whole else parted(files, root, kind, where)
-    return Found(root, kind, parts, dict(sorted(others.items())), where)
+    parts = {"": sorted(files)} if whole else _parted(files, root, kind, where)
+    about = "" if whole or set(parts) != {""} else _about_names(files, root, kind, where)
+    return Found(root, kind, parts, dict(sorted(others.items())), where, about)
 
 
 def _endings(kinds: Iterable[str]) -> str:
@@ -213,8 +222,25 @@ def _reject(error: OSError) -> None:
     raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def parted(
-    files: Iterable[AnyPath], root: AnyPath, kind: str, where: str = ""
+def split_of(name: str, *, first: bool = False) -> str:
+    """Return the split that a name contains as a word; empty if it contains none.
+
+    Digits, other characters and a capital separate words, as in train1, test_2020 and TestData;
+    also trainset, testdata, devfile. A name with train and another split, train_test, is empty.
+
+    Args:
+        name: of a file, a folder, or a split of the hub.
+        first: whether the word must be the first one.
+    """
+    words = [word for word in _WORD.finditer(name) if not first or not word.start()]
+    splits = [SPLITS[(word["alone"] or word["of_a_set"]).lower()] for word in words]
+    if not splits or ("train" in splits and len(set(splits)) > 1):
+        return ""
+    return splits[0]
+
+
+def _parted(
+    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str
 ) -> dict[str, list[AnyPath]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
@@ -224,32 +250,20 @@ def parted(
         files: the files.
         root: the folder of the data set, or its only file.
         kind: their kind.
-        where: address for messages, if the files are not on a disk.
+        where: path or address for messages.
 
     Raises:
         ValueError: only some files have a split, or none is for training.
     """
-    files = list(files)
-    split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
-
-    # Find images without a folder per class: they have metadata, or are directly in their split.
-    described = set[PurePath]()
-    if kind == "image":
-        folders = {Path(file.parent) for file in files}
-        described = {folder for folder in folders if metadata_in(folder) is not None}
-    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
-    flat = kind == "image" and all(in_split)
-
+    if list(files) == [root]:
+        return {"": [root]}
     parts: dict[str, list[AnyPath]] = {}
-    for file in files:
-        inside = file.parent in described or flat
-        split = "" if file == root else split_of(file.relative_to(root), inside)
-        parts.setdefault(split, []).append(file)
+    for file, names in _names(files, root, kind):
+        parts.setdefault(names.split, []).append(file)
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
-    where = where or str(root)
     if "" in parts:
         raise ValueError(
             f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
@@ -271,37 +285,90 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
-def _of_rows(path: PurePath, inside: bool) -> str:
-    """Return the split by a folder at any depth or a word of the file name.
+@dataclass(frozen=True)
+class _Names:
+    """The names that may contain the split of a file.
 
-    A file name may be ``train-00000-of-00002.parquet``.
+    Args:
+        folders: the folders above it.
+        shared: how many of them hold all files; such a folder must be named exactly as a split.
+        file: name of the file; empty if it cannot contain a split.
+        first: whether the first word of a name must be the split.
     """
-    return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
+
+    folders: Sequence[str]
+    shared: int
+    file: str
+    first: bool
+
+    @property
+    def own(self) -> list[str]:
+        """Return the names that other files may not have: of the file and of folders above it."""
+        return [*filter(None, [self.file]), *self.folders[self.shared :]]
+
+    @property
+    def split(self) -> str:
+        """Return the split by a folder with its name, else by a word of a name; empty if none."""
+        exact = [SPLITS.get(name.lower(), "") for name in self.folders]
+        words = [split_of(name, first=self.first) for name in self.own]
+        return next(filter(None, [*exact, *words]), "")
 
 
-def _of_image(path: PurePath, inside: bool) -> str:
-    """Return the split by a folder above the class folder."""
-    return _first_split(path.parts[:-1] if inside else path.parts[:-2])
+def _names(files: Sequence[AnyPath], root: AnyPath, kind: str) -> Iterator[tuple[AnyPath, _Names]]:
+    """Yield each file with the names that may contain its split.
 
-
-def _first_split(words: Iterable[str]) -> str:
-    """Return the split of the first word that is the name of one; empty if there is none."""
-    for word in words:
-        if word.lower() in SPLITS:
-            return SPLITS[word.lower()]
-    return ""
-
-
-def _of_text(path: PurePath, inside: bool) -> str:
-    """Return the split by the first folder or the first word of the file name.
-
-    Deeper folders are ignored, because code has test/ and dev/ folders, too. train.py is code.
+    - Rows: the file (``train-00000-of-00002.parquet``), and folders at any depth.
+    - Images: the folders above the class folder. If there is none, images have metadata, or are
+      directly in their split.
+    - Text: the first folder, or the file. Deeper folders are ignored, because code has test/ and
+      dev/ folders, too. train.py is code.
     """
-    if len(path.parts) > 1:
-        return SPLITS.get(path.parts[0].lower(), "")
-    if path.suffix == ".py":
+    described = set[PurePath]()
+    if kind == "image":
+        folders = {Path(file.parent) for file in files}
+        described = {folder for folder in folders if metadata_in(folder) is not None}
+    flat = all(split_of(file.parent.name) for file in files)
+
+    shared = len(PurePath(os.path.commonpath([file.parent for file in files])).parts)
+    shared -= len(root.parts)
+    for file in files:
+        path = file.relative_to(root)
+        above = path.parts[:-1]
+        name = "" if kind == "image" or (kind == "text" and path.suffix == ".py") else path.name
+        if kind == "image" and not flat and file.parent not in described:
+            above = above[:-1]
+        elif kind == "text" and above:
+            above, name = above[:1], ""
+        yield file, _Names(above, shared, name, kind == "text")
+
+
+def _about_names(files: Sequence[AnyPath], root: AnyPath, kind: str, where: str) -> str:
+    """Return a line about names that contain train, test, valid or dev within a word.
+
+    Raises:
+        ValueError: there are names of both kinds, so that test data would be trained on.
+    """
+    if list(files) == [root] or any(file.suffix == ".py" for file in files):
         return ""
-    return SPLITS.get(re.split(r"[-_.]", path.name)[0].lower(), "")
+    training = dict[AnyPath, str]()  # name by file
+    held_out = dict[AnyPath, str]()
+    for file, candidates in _names(files, root, kind):
+        for name in candidates.own:
+            if _TRAINING.search(name):
+                training.setdefault(file, name)
+            if _HELD_OUT.search(name):
+                held_out.setdefault(file, name)
+
+    # A single file cannot be mixed with another split.
+    pairs = ((one, other) for one in training for other in held_out if one != other)
+    for one, other in pairs:
+        raise ValueError(
+            f"{where!r} has no names of splits, but {training[one]!r} contains train, and "
+            f"{held_out[other]!r} contains test, valid or dev; rename them train.… and test.… "
+            "(validation.…), or remove these words from their names"
+        )
+    names = [*training.values(), *held_out.values()]
+    return f"{names[0]!r} does not name one split, so all files are one set" if names else ""
 
 
 def metadata_in(folder: Path) -> Path | None:

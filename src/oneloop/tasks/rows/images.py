@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.rows.cached_arrays import ragged
-from oneloop.tasks.rows.find_files import SPLITS, kind_of
+from oneloop.tasks.rows.find_files import kind_of, split_of
 from oneloop.tasks.rows.rows import Row, Rows
 
 _VERSION = 3  # version of the check; increase it if its result for the same image changes
@@ -235,6 +235,6 @@ def empty_classes(root: Path) -> list[Path]:
         folder = Path(name)
         if inside or any(kind_of(Path(file)) for file in names):
             continue
-        if folder != root and folder.name.lower() not in SPLITS:
+        if folder != root and not split_of(folder.name):
             found.append(folder)
     return sorted(found)
