@@ -29,15 +29,23 @@ class Table:
         content: its fingerprint.
         name: its name in messages.
         about: how its rows seem to be stored, for the message that there are too few.
+        files: name and number of rows of each file, if they are known.
     """
 
     def __init__(
-        self, dataset: Any, content: Mapping[str, Any], name: str, about: str = ""
+        self,
+        dataset: Any,
+        content: Mapping[str, Any],
+        name: str,
+        about: str = "",
+        files: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.dataset = dataset
         self.content = content
         self.name = name
         self.about_rows = about
+        self.files = files
+        self._first = 0  # row of the files with which ``dataset`` begins
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -53,7 +61,12 @@ class Table:
     def where(self, index: int) -> str:
         # Report the row of the file, also after select().
         mapping = self.dataset._indices
-        row = index if mapping is None else mapping.column(0)[int(index)].as_py()
+        row = int(index) if mapping is None else mapping.column(0)[int(index)].as_py()
+        row += self._first
+        for name, count in self.files:
+            if row < count:
+                return f"{name}, row {row}"
+            row -= count
         return f"{self.name}, row {row}"
 
     def fingerprint(self) -> dict[str, Any]:
@@ -72,7 +85,12 @@ class Table:
         cache_file = str(index_file) if index_file else None
         dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
         content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
-        return Table(dataset, content, self.name)
+        made = Table(dataset, content, self.name, files=self.files)
+        # ``datasets`` cuts consecutive rows out, and then has no indices.
+        made._first = self._first
+        if dataset._indices is None and len(rows):
+            made._first += int(rows[0])
+        return made
 
 
 def tables(
@@ -108,21 +126,23 @@ def _table(
         described += metadata_of(found)
     content = content_of(described, found.root)
     made: Converted | None = None
+    sizes: Sequence[tuple[str, int]] = ()
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
             dataset = image_rows(found, split, columns or [])
         elif found.kind == "arrow":
-            dataset = _mapped(files)
+            dataset, sizes = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
             dataset = made.dataset
+            sizes = made.files
     if split:
         content["part"] = split
     about = made.about if made else ""
     if columns is None:
         columns = dataset.column_names
-    table = Table(with_columns(dataset, columns, name, about), content, name, about)
+    table = Table(with_columns(dataset, columns, name, about), content, name, about, sizes)
     return _readable(table, made.unreadable, columns, skipped) if made else table
 
 
@@ -159,15 +179,20 @@ def _readable(
     return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
 
 
-def _mapped(files: Sequence[Path]) -> Any:
-    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
+def _mapped(files: Sequence[Path]) -> tuple[Any, list[tuple[str, int]]]:
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format.
+
+    Also return name and number of rows of each file.
+    """
     import pyarrow
     from datasets import Dataset, concatenate_datasets
 
     try:
-        return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+        mapped = [Dataset.from_file(str(file)) for file in files]
+        sizes = [(str(file), len(one)) for file, one in zip(files, mapped, strict=True)]
+        return concatenate_datasets(mapped), sizes
     except (pyarrow.ArrowInvalid, OSError):
-        return None
+        return None, []
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:
@@ -276,20 +301,18 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
                 f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
 
-    # Keep the splits with known names, under oneloop's names. Else a word is enough (train1), unless
-    # several splits have it.
-    named = {split: SPLITS[split] for split in loaded if split in SPLITS}
-    words = {split: split_of(split) for split in loaded}
-    for hub_split, word in words.items():
-        if word and word not in named.values() and [*words.values()].count(word) == 1:
-            named[hub_split] = word
-    if "train" not in named.values():
+    # A word is enough (train1), if no other split has it, and none has exactly its name.
+    words = [split_of(split) for split in loaded]
+    by_word = {word: split for word, split in zip(words, loaded, strict=True) if word}
+    named = {word: split for word, split in by_word.items() if words.count(word) == 1}
+    named.update({SPLITS[split]: split for split in loaded if split in SPLITS})
+    if "train" not in named:
         raise ValueError(
             f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
         )
 
     splits = {}
-    for hub_split, split in named.items():
+    for split, hub_split in named.items():
         content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
         kept = with_columns(loaded[hub_split], columns, f"data set {name!r}")
         splits[split] = Table(kept, content, f"{name} {hub_split}")

@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
     Args:
         file: the file.
-        kind: ``json`` (JSON Lines, or one JSON list), ``csv`` or ``tsv``.
+        kind: ``json`` (JSON Lines, or one JSON list), or one of :data:`DIALECTS`.
 
     Raises:
         ValueError: the whole file cannot be read.
@@ -93,7 +93,67 @@ class _Tabs(csv.excel_tab):
     quotechar = None
 
 
-_DIALECTS: Mapping[str, type[csv.Dialect]] = {"csv": csv.excel, "tsv": _Tabs}
+QUOTED_TSV = "quoted tsv"  # kind of tab-separated files whose quotes have their meaning in CSV
+DIALECTS: Mapping[str, type[csv.Dialect]] = {
+    "csv": csv.excel,
+    "tsv": _Tabs,
+    QUOTED_TSV: csv.excel_tab,
+}
+
+
+def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
+    """Return the kind of tab-separated files, ``tsv`` or :data:`QUOTED_TSV`, and a line about it.
+
+    Quotes have a meaning if all files are as a csv writer makes them: each field in quotes holds a
+    tab, a line break or a doubled quote, and no other field holds a quote. The line is empty if no
+    field begins with a quote.
+
+    Args:
+        files: all files of a data set.
+    """
+    try:
+        begins = next(filter(None, map(_quoted_field, files)), "")
+        unlike = next(filter(None, map(_unlike_writer, files)), "") if begins else ""
+    except (OSError, EOFError, ValueError):
+        return "tsv", ""  # a damaged file, which its reader reports
+    if unlike:
+        return "tsv", f"fields keep their quotes, because no csv writer makes {unlike}"
+    if begins:
+        return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes {begins}"
+    return "tsv", ""
+
+
+def _quoted_field(file: Path) -> str:
+    """Return the first line of a tab-separated file in which a field begins with a quote."""
+    with _opened(file) as stream:
+        for line in stream:
+            if b'\t"' in b"\t" + line.removeprefix(BOM_UTF8):
+                return _example(file, line.decode("utf-8-sig", "replace"))
+    return ""
+
+
+def _unlike_writer(file: Path) -> str:
+    """Return the first line of a tab-separated file that a csv writer would write in another way.
+
+    The writer quotes a field only if it must, and doubles the quotes in it.
+    """
+    read = list[str]()
+    with _opened(file) as stream:
+        try:
+            for _, values, why in _records(file, stream, QUOTED_TSV, read):
+                written = io.StringIO()
+                # Begin with another value, because a single empty one would be quoted.
+                csv.writer(written, csv.excel_tab).writerow(["", *values])
+                is_same = written.getvalue().strip("\r\n") == "\t" + "".join(read).strip("\r\n")
+                if why or not is_same:
+                    return _example(file, read[0])
+        except ValueError:  # a quote is not closed
+            return _example(file, read[0])
+    return ""
+
+
+def _example(file: Path, line: str) -> str:
+    return f"{line.strip()[:60]!r} in {file.name}"
 
 
 def csv_columns(file: Path, kind: str) -> list[str]:
@@ -101,13 +161,13 @@ def csv_columns(file: Path, kind: str) -> list[str]:
 
     Args:
         file: the file.
-        kind: ``csv`` or ``tsv``.
+        kind: one of :data:`DIALECTS`.
 
     Raises:
         ValueError: the first line cannot be read, or names a column twice.
     """
     with _opened(file) as stream:
-        for _, names, why in _records(file, stream, kind):
+        for _, names, why in _records(file, stream, kind, []):
             if why:
                 raise ValueError(f"{file}, line 1: {why}")
             if names:
@@ -118,7 +178,7 @@ def csv_columns(file: Path, kind: str) -> list[str]:
 def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
     """Yield the rows below the names of the columns."""
     names: list[str] = []
-    for line, values, why in _records(file, stream, kind):
+    for line, values, why in _records(file, stream, kind, []):
         if not names:
             names = values
         elif why:
@@ -130,17 +190,19 @@ def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             yield _storable(line, dict(zip(names, values, strict=True)), check=True)
 
 
-def _records(file: Path, stream: BinaryIO, kind: str) -> Iterator[tuple[int, list[str], str]]:
+def _records(
+    file: Path, stream: BinaryIO, kind: str, read: list[str]
+) -> Iterator[tuple[int, list[str], str]]:
     """Yield line, values and error of each record, as Python's ``csv`` module reads them.
 
     It is strict: after a closing quote only a separator or the end of the line may follow. Blank
-    lines are left out. Raise ValueError if it is unknown where a wrong record ends.
+    lines are left out. Raise ValueError if it is unknown where a wrong record ends. ``read`` gets
+    the lines of each record.
     """
     csv.field_size_limit(sys.maxsize)
     # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    read = list[str]()  # lines of the current record
-    reader = csv.reader(_remembered(text, read), _DIALECTS[kind], strict=True)
+    reader = csv.reader(_remembered(text, read), DIALECTS[kind], strict=True)
     while True:
         line = reader.line_num + 1
         read.clear()

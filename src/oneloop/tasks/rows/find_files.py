@@ -1,15 +1,17 @@
 """The files of a data set: find them at a path, with their split and class."""
 
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Generic, TypeVar
 
-from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.csv_json_lines import COMPRESSED
+from oneloop.tasks.rows.cache import below, cached_text, content_of, key_of
+from oneloop.tasks.rows.csv_json_lines import COMPRESSED, quotes_of
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
 _IMAGES = (".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff", ".ppm", ".pgm", *_JPEG)
@@ -33,9 +35,10 @@ SPLITS = {
 """split by the words in names of files, folders and hub splits"""
 # Between letters and others, before a capital (myTrain), and before the last of several (XMLTrain).
 _BORDER = r"(?:\b|(?<=[\W\d_])|(?=[\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
-_SET = "(?P<of_a_set>train|validation|valid|dev|test)(?:set|data|file|split)"
-_WORD = re.compile(f"{_BORDER}(?i:(?P<alone>{'|'.join(SPLITS)})|{_SET}){_BORDER}")
-_TRAINING = re.compile("train", re.I)
+_WORD = re.compile(
+    f"{_BORDER}(?i:({'|'.join(SPLITS)})"
+    f"|(train|validation|valid|dev|test)(?:set|data|file|split)){_BORDER}"
+)
 _HELD_OUT = re.compile("test|valid|dev", re.I)
 # next to images: their labels and other columns
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -59,12 +62,12 @@ class Found(Generic[AnyPath]):
     parts: dict[str, list[AnyPath]]
     others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
     where: str = ""  # path or address, for messages
-    about_names: str = ""  # a line for the log; see :func:`_about_names`
+    about: Sequence[str] = ()  # lines for the log
 
     @property
     def notes(self) -> list[str]:
         """Return lines for the log, about names and about files that are not read."""
-        lines = [self.about_names] if self.about_names else []
+        lines = [*self.about]
         if self.others:
             kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
             lines.append(f"files that are not read: {kinds}")
@@ -99,7 +102,13 @@ def found(
             f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
         )
     there = [root] if root.is_file() else sorted(_files(root))
-    return chosen(there, root, kinds, whole=whole)
+    made = chosen(there, root, kinds, whole=whole)
+    if made.kind != "tsv":
+        return made
+    key = key_of(content_of(made.files, root))
+    cached = cached_text(f"quotes/{key}.json", lambda: json.dumps(quotes_of(made.files)))
+    kind, line = json.loads(cached)
+    return replace(made, kind=kind, about=[*made.about, *filter(None, [line])])
 
 
 def chosen(
@@ -166,8 +175,10 @@ def chosen(
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
         files = [file for file in files if file == root or not file.name.startswith("cache-")]
-    parts = {"": sorted(files)} if whole else _parted(files, root, kind, where)
-    about = "" if whole or set(parts) != {""} else _about_names(files, root, kind, where)
+    about = list[str]()
+    parts = {"": sorted(files)}
+    if not whole:
+        parts, about = _parted(files, root, kind, where)
     return Found(root, kind, parts, dict(sorted(others.items())), where, about)
 
 
@@ -233,7 +244,7 @@ def split_of(name: str, *, first: bool = False) -> str:
         first: whether the word must be the first one.
     """
     words = [word for word in _WORD.finditer(name) if not first or not word.start()]
-    splits = [SPLITS[(word["alone"] or word["of_a_set"]).lower()] for word in words]
+    splits = [SPLITS[(word[1] or word[2]).lower()] for word in words]
     if not splits or ("train" in splits and len(set(splits)) > 1):
         return ""
     return splits[0]
@@ -241,10 +252,10 @@ def split_of(name: str, *, first: bool = False) -> str:
 
 def _parted(
     files: Sequence[AnyPath], root: AnyPath, kind: str, where: str
-) -> dict[str, list[AnyPath]]:
+) -> tuple[dict[str, list[AnyPath]], list[str]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
-    All are under ``""`` if none has a split.
+    All are under ``""`` if none has a split. Also return lines for the log.
 
     Args:
         files: the files.
@@ -253,16 +264,20 @@ def _parted(
         where: path or address for messages.
 
     Raises:
-        ValueError: only some files have a split, or none is for training.
+        ValueError: only some files have a split, or none is for training, or the names of two files
+            seem to be different splits.
     """
-    if list(files) == [root]:
-        return {"": [root]}
     parts: dict[str, list[AnyPath]] = {}
-    for file, names in _names(files, root, kind):
-        parts.setdefault(names.split, []).append(file)
+    words: dict[AnyPath, list[str]] = {}
+    for file, folders, names in _names(files, root, kind):
+        # A folder with exactly the name of a split decides first.
+        exact = [SPLITS.get(folder.lower(), "") for folder in folders]
+        splits = [*exact, *(split_of(name, first=kind == "text") for name in names)]
+        parts.setdefault(next(filter(None, splits), ""), []).append(file)
+        words[file] = names
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
-        return {"": sorted(files)}
+        return {"": sorted(files)}, _about(words, where)
     there = ", ".join(sorted(filter(None, parts)))
     if "" in parts:
         raise ValueError(
@@ -275,7 +290,7 @@ def _parted(
             f"{where!r} has files of {there}, but no training data; name the training data "
             "train.…, or put it into a folder train/, or move the others away"
         )
-    return parts
+    return parts, []
 
 
 def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
@@ -285,90 +300,65 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The names that may contain the split of a file.
-
-    Args:
-        folders: the folders above it.
-        shared: how many of them hold all files; such a folder must be named exactly as a split.
-        file: name of the file; empty if it cannot contain a split.
-        first: whether the first word of a name must be the split.
-    """
-
-    folders: Sequence[str]
-    shared: int
-    file: str
-    first: bool
-
-    @property
-    def own(self) -> list[str]:
-        """Return the names that other files may not have: of the file and of folders above it."""
-        return [*filter(None, [self.file]), *self.folders[self.shared :]]
-
-    @property
-    def split(self) -> str:
-        """Return the split by a folder with its name, else by a word of a name; empty if none."""
-        exact = [SPLITS.get(name.lower(), "") for name in self.folders]
-        words = [split_of(name, first=self.first) for name in self.own]
-        return next(filter(None, [*exact, *words]), "")
-
-
-def _names(files: Sequence[AnyPath], root: AnyPath, kind: str) -> Iterator[tuple[AnyPath, _Names]]:
-    """Yield each file with the names that may contain its split.
+def _names(
+    files: Sequence[AnyPath], root: AnyPath, kind: str
+) -> Iterator[tuple[AnyPath, Sequence[str], list[str]]]:
+    """Yield each file, the folders that may be splits, and the names that may contain them.
 
     - Rows: the file (``train-00000-of-00002.parquet``), and folders at any depth.
     - Images: the folders above the class folder. If there is none, images have metadata, or are
       directly in their split.
     - Text: the first folder, or the file. Deeper folders are ignored, because code has test/ and
       dev/ folders, too. train.py is code.
+
+    The name of a folder that holds all files does not matter, unless it is exactly a split.
     """
     described = set[PurePath]()
     if kind == "image":
         folders = {Path(file.parent) for file in files}
         described = {folder for folder in folders if metadata_in(folder) is not None}
     flat = all(split_of(file.parent.name) for file in files)
-
     shared = len(PurePath(os.path.commonpath([file.parent for file in files])).parts)
-    shared -= len(root.parts)
     for file in files:
-        path = file.relative_to(root)
+        path = PurePath() if file == root else file.relative_to(root)
         above = path.parts[:-1]
-        name = "" if kind == "image" or (kind == "text" and path.suffix == ".py") else path.name
-        if kind == "image" and not flat and file.parent not in described:
-            above = above[:-1]
-        elif kind == "text" and above:
-            above, name = above[:1], ""
-        yield file, _Names(above, shared, name, kind == "text")
+        names = [path.name]
+        if kind == "image":
+            names = []
+            above = above if flat or file.parent in described else above[:-1]
+        elif kind == "text":
+            above = above[:1]
+            names = [] if above or path.suffix == ".py" else names
+        yield file, above, [*names, *above[max(0, shared - len(root.parts)) :]]
 
 
-def _about_names(files: Sequence[AnyPath], root: AnyPath, kind: str, where: str) -> str:
-    """Return a line about names that contain train, test, valid or dev within a word.
+def _about(names: Mapping[AnyPath, list[str]], where: str) -> list[str]:
+    """Return a line about a name that contains train, test, valid or dev, if there is one.
+
+    Args:
+        names: the names that may contain splits, by file.
+        where: path or address for messages.
 
     Raises:
-        ValueError: there are names of both kinds, so that test data would be trained on.
+        ValueError: names of two files seem to be different splits.
     """
-    if list(files) == [root] or any(file.suffix == ".py" for file in files):
-        return ""
-    training = dict[AnyPath, str]()  # name by file
-    held_out = dict[AnyPath, str]()
-    for file, candidates in _names(files, root, kind):
-        for name in candidates.own:
-            if _TRAINING.search(name):
-                training.setdefault(file, name)
-            if _HELD_OUT.search(name):
-                held_out.setdefault(file, name)
-
-    # A single file cannot be mixed with another split.
-    pairs = ((one, other) for one in training for other in held_out if one != other)
-    for one, other in pairs:
-        raise ValueError(
-            f"{where!r} has no names of splits, but {training[one]!r} contains train, and "
-            f"{held_out[other]!r} contains test, valid or dev; rename them train.… and test.… "
-            "(validation.…), or remove these words from their names"
-        )
-    names = [*training.values(), *held_out.values()]
-    return f"{names[0]!r} does not name one split, so all files are one set" if names else ""
+    if any(file.suffix == ".py" for file in names):
+        return []
+    several = [(file, name) for file, own in names.items() for name in own]
+    training = [(file, name) for file, name in several if "train" in name.lower()]
+    held_out = [(file, name) for file, name in several if _HELD_OUT.search(name)]
+    for (file, name), (other_file, other) in product(training, held_out):
+        if file != other_file:
+            raise ValueError(
+                f"{where!r} has no names of splits, but {name!r} contains train, and {other!r} "
+                "contains test, valid or dev; rename them train.… and test.… (validation.…), or "
+                "remove these words from their names"
+            )
+    lines = [
+        f"{name!r} does not name one split, so all files are one set"
+        for _, name in training + held_out
+    ]
+    return lines[:1]
 
 
 def metadata_in(folder: Path) -> Path | None:

@@ -18,12 +18,18 @@ from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
-from oneloop.tasks.rows.csv_json_lines import FileRow, about_one_object, csv_columns, file_rows
+from oneloop.tasks.rows.csv_json_lines import (
+    DIALECTS,
+    FileRow,
+    about_one_object,
+    csv_columns,
+    file_rows,
+)
 from oneloop.tasks.rows.find_files import Found
 
 _JsonRows = Sequence[Mapping[str, Any]]
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
-_VERSION = 5  # version of the conversion; increase it if the result for the same files changes
+_VERSION = 6  # version of the conversion; increase it if the result for the same files changes
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
 MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
@@ -40,11 +46,13 @@ class Converted:
         unreadable: index, position, reason and column of each row that cannot be read; column None:
             the whole row.
         about: how the rows seem to be stored, if the file is one JSON object; for messages.
+        files: name and number of rows of each file, which is 0 if it is unknown.
     """
 
     dataset: Any
     unreadable: Sequence[tuple[int, str, str, str | None]]
     about: str
+    files: Sequence[tuple[str, int]]
 
 
 def converted(
@@ -91,7 +99,8 @@ def converted(
     unreadable = []
     for index, number, line, why, column in report["unreadable"]:
         unreadable.append((index, f"{filled[number]}, line {line}", why, column))
-    return Converted(dataset, unreadable, report["about"])
+    sizes = [*zip(map(str, filled), report["sizes"], strict=True)]
+    return Converted(dataset, unreadable, report["about"], sizes)
 
 
 def _convert(
@@ -103,7 +112,7 @@ def _convert(
     try:
         if found.kind == "json":
             _write_json(files, report, draft)
-        elif found.kind in ("csv", "tsv"):
+        elif found.kind in DIALECTS:
             _write(_csv(files, found.kind, report), draft)
         else:
             _by_datasets(found, files, draft)
@@ -153,11 +162,13 @@ class _Report:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.rows = 0
+        self.sizes = [0] * len(files)
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
+        self.sizes[file] += len(rows)
         for row in rows:
             if row.values is None:
                 self.unreadable.append((self.rows, file, row.line, row.why, None))
@@ -174,8 +185,9 @@ class _Report:
         if whole and len(whole) == self.rows:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
+        noticed = {"unreadable": self.unreadable, "about": self._about, "sizes": self.sizes}
         with replacing(file) as draft:
-            draft.write_text(json.dumps({"unreadable": self.unreadable, "about": self._about}))
+            draft.write_text(json.dumps(noticed))
 
 
 def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
