@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from oneloop.basics.files import replacing
+from oneloop.tasks.rows.arrow_tables import with_texts
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
+from oneloop.tasks.rows.column_types import OBJECTS
 from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
     check_value,
     is_finite,
     is_remote,
-    lenient,
     reject_large_labels,
     sampled,
 )
 from oneloop.tasks.rows.rows import FINDINGS, unusable
-from oneloop.tasks.rows.text_tables import OBJECTS
 
 _CACHE_VERSION = 2  # increase it if a check changes
 _MAX_LABELS = 100_000  # maximum number of distinct labels
@@ -152,9 +152,8 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
         for rows in source.parts.values():
             # An empty file of the cache states that these rows are right.
             with alone(f"values/{key_of(rows_content(rows), first, second)}.ok") as done:
-                with lenient(rows, skip=source.skipped is not None):
-                    if not done.exists():
-                        _check_lengths(sampled(rows), first, second)
+                if not done.exists():
+                    _check_lengths(sampled(rows), first, second)
                 if not FINDINGS.get():
                     done.touch()
 
@@ -236,15 +235,16 @@ def checked_values(
     Raises:
         ValueError: a value cannot be used, or the labels of remote rows are too many.
     """
-    with lenient(rows, skip=source.skipped is not None):
-        if is_remote(rows):
-            kind = element_type(rows.types[column]) or rows.types[column]
-            source.checks[column] = partial(check_value, column, kind, labels, numbers)
-            if not labels or known:
-                rows = sampled(rows)
-            elif not hasattr(kind, "names"):
-                reject_large_labels(rows, column)
-        return values_of(rows, column, distinct=labels, numbers=numbers)
+    if is_remote(rows):
+        kind = element_type(rows.types[column]) or rows.types[column]
+        source.checks[column] = partial(check_value, column, kind, labels, numbers)
+        if not labels or known:
+            rows = sampled(rows)
+        elif not hasattr(kind, "names"):
+            reject_large_labels(rows, column)
+        # They are listed while they are read.
+        rows = with_texts(rows, [column], None if source.skipped is None else [])
+    return values_of(rows, column, distinct=labels, numbers=numbers)
 
 
 def values_of(

@@ -14,10 +14,10 @@ from torch import Tensor
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.columns import checked_values, columns_of, element_type, wrong_type
+from oneloop.tasks.rows.column_types import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sampled
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.rows.text_tables import OBJECTS
 
 # by source name: a function from a label to its class number
 Numbers = Mapping[str, Callable[[Any], int]]

@@ -3,7 +3,8 @@
 They come from JSON Lines, csv and Arrow files, image folders, and data sets of the hub.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
-from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
+from oneloop.tasks.rows.cache import (
+    alone,
+    cached_text,
+    content_of,
+    key_of,
+    numbers_key,
+    rows_content,
+)
+from oneloop.tasks.rows.column_types import MIXED
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.parquet_files import decoded_column, plain_features
 from oneloop.tasks.rows.rows import FINDINGS, Row
-from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
+from oneloop.tasks.rows.text_tables import Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
 
@@ -41,15 +52,12 @@ class Table:
         files: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.dataset = dataset
+        self.types = dict(plain_features(dataset.features))
         self.content = content
         self.name = name
         self.about_rows = about
         self.files = files
         self._first = 0  # row of the files with which ``dataset`` begins
-
-    @property
-    def types(self) -> Mapping[str, Any]:
-        return dict(self.dataset.features)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -76,7 +84,8 @@ class Table:
         """Yield the column as Arrow arrays, in row order."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
-            yield plain[start : start + _BATCH][column].combine_chunks()
+            array = plain[start : start + _BATCH][column].combine_chunks()
+            yield decoded_column(array, self.types[column])
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -126,42 +135,87 @@ def _table(
         described += metadata_of(found)
     content = content_of(described, found.root)
     made: Converted | None = None
-    sizes: Sequence[tuple[str, int]] = ()
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
             dataset = image_rows(found, split, columns or [])
         elif found.kind == "arrow":
-            dataset, sizes = _mapped(files)
+            dataset = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
             dataset = made.dataset
-            sizes = made.files
     if split:
         content["part"] = split
-    about = made.about if made else ""
     if columns is None:
         columns = dataset.column_names
-    table = Table(with_columns(dataset, columns, name, about), content, name, about, sizes)
-    return _readable(table, made.unreadable, columns, skipped) if made else table
+    if made is None:
+        return Table(with_columns(dataset, columns, name), content, name)
+    dataset = with_columns(dataset, columns, name, made.about)
+    table = Table(dataset, content, name, made.about, made.files)
 
-
-def _readable(
-    table: Table,
-    unreadable: Sequence[tuple[int, str, str, str | None]],
-    columns: Sequence[str],
-    skipped: list[str] | None,
-) -> Table:
-    """Return the table without the rows that cannot be read, or raise an error about them.
-
-    Values of columns that are not read do not count.
-    """
-    bad: dict[int, tuple[str, str]] = {}  # position and reason by row
-    for index, where, why, column in unreadable:
+    # Values of columns that are not read do not count.
+    bad: dict[int, tuple[str, str]] = {}
+    for index, where, why, column in made.unreadable:
         if column is None or column in columns:
             bad.setdefault(index, (where, why))
+    readable: Table = _readable(table, bad, skipped)
+    return readable
+
+
+def with_texts(rows: Any, columns: Iterable[str], skipped: list[str] | None) -> Any:
+    """Return the rows without those that have bytes that are not UTF-8 in place of texts.
+
+    The rows are checked once, and the result is cached by their content.
+
+    Args:
+        rows: the rows.
+        columns: the columns that are checked.
+        skipped: gets the positions and reasons of the rows that are left out; None: they are an
+            error.
+
+    Raises:
+        ValueError: there is such a row, and ``skipped`` is None; or all rows are such rows.
+    """
+    texts = [column for column in columns if "string" in str(rows.types[column])]
+    key = key_of(rows_content(rows), texts)
+    found = json.loads(cached_text(f"unicode/{key}.json", lambda: json.dumps(_wrong(rows, texts))))
+    bad = {index: (rows.where(index), f"{column!r} {NOT_UNICODE}") for index, column in found}
+    return _readable(rows, bad, skipped)
+
+
+def _wrong(rows: Any, columns: Sequence[str]) -> list[tuple[int, str]]:
+    """Return index and column of each text that is not UTF-8."""
+    found = []
+    for column in columns:
+        before = 0
+        for array in rows.values(column):
+            try:
+                array.validate(full=True)
+            except ValueError:
+                found += [(before + at, column) for at, text in enumerate(array) if _is_bytes(text)]
+            before += len(array)
+    return found
+
+
+def _is_bytes(value: Any) -> bool:
+    """Return whether a value of Arrow, or a value in it, is a text that is not UTF-8."""
+    try:
+        value.as_py()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] | None) -> Any:
+    """Return the rows without those that cannot be read, or raise an error about them.
+
+    Args:
+        rows: the rows.
+        bad: position and reason of each row that cannot be read, by its index.
+        skipped: see :func:`with_texts`.
+    """
     if not bad:
-        return table
+        return rows
     reasons = [f"{where}: {why}" for where, why in bad.values()]
     findings = FINDINGS.get()
     if findings is not None:
@@ -172,27 +226,22 @@ def _readable(
             f"{len(bad):,} rows cannot be read, the first: {reasons[0]}; correct it, or set "
             "task.unreadable skip to train without such rows"
         )
-    elif len(bad) == len(table):
-        raise ValueError(f"{table.name}: no row can be read, the first: {reasons[0]}; correct it")
+    elif len(bad) == len(rows):
+        raise ValueError(f"no row can be read, the first: {reasons[0]}; correct it")
     else:
         skipped += reasons
-    return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
+    return rows.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
 
 
-def _mapped(files: Sequence[Path]) -> tuple[Any, list[tuple[str, int]]]:
-    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format.
-
-    Also return name and number of rows of each file.
-    """
+def _mapped(files: Sequence[Path]) -> Any:
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
     import pyarrow
     from datasets import Dataset, concatenate_datasets
 
     try:
-        mapped = [Dataset.from_file(str(file)) for file in files]
-        sizes = [(str(file), len(one)) for file, one in zip(files, mapped, strict=True)]
-        return concatenate_datasets(mapped), sizes
+        return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
     except (pyarrow.ArrowInvalid, OSError):
-        return None, []
+        return None
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:
@@ -303,9 +352,9 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
 
     # A word is enough (train1), if no other split has it, and none has exactly its name.
     words = [split_of(split) for split in loaded]
-    by_word = {word: split for word, split in zip(words, loaded, strict=True) if word}
-    named = {word: split for word, split in by_word.items() if words.count(word) == 1}
-    named.update({SPLITS[split]: split for split in loaded if split in SPLITS})
+    by_word = zip(words, loaded, strict=True)
+    named = {word: split for word, split in by_word if word and words.count(word) == 1}
+    named |= {SPLITS[split]: split for split in loaded if split in SPLITS}
     if "train" not in named:
         raise ValueError(
             f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"

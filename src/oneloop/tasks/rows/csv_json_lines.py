@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 COMPRESSED = (".gz", ".bz2", ".zst")  # pyarrow finds the compression by this ending
+NOT_UNICODE = "is not valid Unicode text: half of a character, or bytes that are not UTF-8"
+_SHOWN = 60  # characters of a row in a message
 _BUFFER = 1 << 20  # bytes per read
 _WHOLE = 64 << 20  # a file that is one JSON object is recognized up to this number of bytes
 
@@ -111,49 +113,36 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     Args:
         files: all files of a data set.
     """
-    try:
-        begins = next(filter(None, map(_quoted_field, files)), "")
-        unlike = next(filter(None, map(_unlike_writer, files)), "") if begins else ""
-    except (OSError, EOFError, ValueError):
-        return "tsv", ""  # a damaged file, which its reader reports
-    if unlike:
-        return "tsv", f"fields keep their quotes, because no csv writer makes {unlike}"
+    begins = ""  # a row in which a field begins with a quote
+    unlike = ""  # a row that a csv writer would write in another way
+    for file in files:
+        read = list[str]()
+        try:
+            with _opened(file) as stream:
+                for _, values, why in _records(file, stream, QUOTED_TSV, read):
+                    # Begin with another field, because a single empty one would be quoted.
+                    row = "\t" + "".join(read).strip("\r\n")
+                    example = f"{row[1:_SHOWN]!r} in {file.name}"
+                    if '\t"' in row:
+                        begins = begins or example
+                    if why or ('"' in row and row != _written(["", *values])):
+                        unlike = unlike or example
+                    if begins and unlike:
+                        break
+        except (OSError, EOFError, ValueError):  # a quote that is not closed, or a damaged file
+            begins = unlike = f"{''.join(read[:1])[:_SHOWN]!r} in {file.name}"
+    if begins and unlike:
+        return "tsv", f"fields keep their quotes; a csv writer would not make {unlike}"
     if begins:
-        return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes {begins}"
+        return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes them: {begins}"
     return "tsv", ""
 
 
-def _quoted_field(file: Path) -> str:
-    """Return the first line of a tab-separated file in which a field begins with a quote."""
-    with _opened(file) as stream:
-        for line in stream:
-            if b'\t"' in b"\t" + line.removeprefix(BOM_UTF8):
-                return _example(file, line.decode("utf-8-sig", "replace"))
-    return ""
-
-
-def _unlike_writer(file: Path) -> str:
-    """Return the first line of a tab-separated file that a csv writer would write in another way.
-
-    The writer quotes a field only if it must, and doubles the quotes in it.
-    """
-    read = list[str]()
-    with _opened(file) as stream:
-        try:
-            for _, values, why in _records(file, stream, QUOTED_TSV, read):
-                written = io.StringIO()
-                # Begin with another value, because a single empty one would be quoted.
-                csv.writer(written, csv.excel_tab).writerow(["", *values])
-                is_same = written.getvalue().strip("\r\n") == "\t" + "".join(read).strip("\r\n")
-                if why or not is_same:
-                    return _example(file, read[0])
-        except ValueError:  # a quote is not closed
-            return _example(file, read[0])
-    return ""
-
-
-def _example(file: Path, line: str) -> str:
-    return f"{line.strip()[:60]!r} in {file.name}"
+def _written(values: Sequence[str]) -> str:
+    """Return a row as a csv writer makes it, which quotes a field only if it must."""
+    row = io.StringIO()
+    csv.writer(row, csv.excel_tab).writerow(values)
+    return row.getvalue().strip("\r\n")
 
 
 def csv_columns(file: Path, kind: str) -> list[str]:
@@ -323,10 +312,7 @@ def _storable(line: int, values: Mapping[str, Any], *, check: bool) -> FileRow:
         if not _is_utf8(name):
             return FileRow(line, None, f"the key {name!r} is not valid Unicode text")
         if not _is_utf8(value):
-            bad[name] = (
-                f"{name!r} is not valid Unicode text: half of a character, or bytes that are not "
-                "UTF-8"
-            )
+            bad[name] = f"{name!r} {NOT_UNICODE}"
     kept = {name: value for name, value in values.items() if name not in bad}
     return FileRow(line, kept, bad=bad)
 

@@ -60,18 +60,8 @@ class Found(Generic[AnyPath]):
     root: AnyPath
     kind: str
     parts: dict[str, list[AnyPath]]
-    others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
+    notes: list[str] = field(default_factory=list)  # for the log
     where: str = ""  # path or address, for messages
-    about: Sequence[str] = ()  # lines for the log
-
-    @property
-    def notes(self) -> list[str]:
-        """Return lines for the log, about names and about files that are not read."""
-        lines = [*self.about]
-        if self.others:
-            kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
-            lines.append(f"files that are not read: {kinds}")
-        return [f"{self.where or self.root}: {line}" for line in lines]
 
     @property
     def files(self) -> list[AnyPath]:
@@ -108,7 +98,9 @@ def found(
     key = key_of(content_of(made.files, root))
     cached = cached_text(f"quotes/{key}.json", lambda: json.dumps(quotes_of(made.files)))
     kind, line = json.loads(cached)
-    return replace(made, kind=kind, about=[*made.about, *filter(None, [line])])
+    if line:
+        made.notes.append(f"{root}: {line}")
+    return replace(made, kind=kind)
 
 
 def chosen(
@@ -175,11 +167,12 @@ def chosen(
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
         files = [file for file in files if file == root or not file.name.startswith("cache-")]
-    about = list[str]()
-    parts = {"": sorted(files)}
-    if not whole:
-        parts, about = _parted(files, root, kind, where)
-    return Found(root, kind, parts, dict(sorted(others.items())), where, about)
+    notes = []
+    if others:
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(others.items()))
+        notes.append(f"{where}: files that are not read: {kinds}")
+    parts = {"": sorted(files)} if whole else _parted(files, root, kind, where, notes)
+    return Found(root, kind, parts, notes, where)
 
 
 def _endings(kinds: Iterable[str]) -> str:
@@ -251,17 +244,18 @@ def split_of(name: str, *, first: bool = False) -> str:
 
 
 def _parted(
-    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str
-) -> tuple[dict[str, list[AnyPath]], list[str]]:
+    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str, notes: list[str]
+) -> dict[str, list[AnyPath]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
-    All are under ``""`` if none has a split. Also return lines for the log.
+    All are under ``""`` if none has a split.
 
     Args:
         files: the files.
         root: the folder of the data set, or its only file.
         kind: their kind.
         where: path or address for messages.
+        notes: gets a line about a name that contains train, test, valid or dev, but no split.
 
     Raises:
         ValueError: only some files have a split, or none is for training, or the names of two files
@@ -277,7 +271,8 @@ def _parted(
         words[file] = names
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
-        return {"": sorted(files)}, _about(words, where)
+        notes += _about(words, where)
+        return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
     if "" in parts:
         raise ValueError(
@@ -290,7 +285,7 @@ def _parted(
             f"{where!r} has files of {there}, but no training data; name the training data "
             "train.…, or put it into a folder train/, or move the others away"
         )
-    return parts, []
+    return parts
 
 
 def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
@@ -355,7 +350,7 @@ def _about(names: Mapping[AnyPath, list[str]], where: str) -> list[str]:
                 "remove these words from their names"
             )
     lines = [
-        f"{name!r} does not name one split, so all files are one set"
+        f"{where}: {name!r} does not name one split, so all files are one set"
         for _, name in training + held_out
     ]
     return lines[:1]

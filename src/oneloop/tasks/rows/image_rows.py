@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from oneloop.tasks.rows.column_types import Columns
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found, metadata_in
-from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
 LABEL = "label"
@@ -49,8 +49,8 @@ def image_rows(
         rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
 
     columns = Columns()
-    columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
-    table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
+    columns.add(rows, files)
+    table = pyarrow.Table.from_arrays(columns.arrays(rows, files), schema=columns.schema())
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 

@@ -77,7 +77,6 @@ class Parquet:
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
-        self._kinds: dict[str, Any] = {}  # Arrow's type of each column, decoded
         groups: list[tuple[int, ...]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
@@ -116,8 +115,6 @@ class Parquet:
 
     def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, ...]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
-        import pyarrow
-
         schema = file.schema
         metadata = file.metadata
         for column in self.columns:
@@ -135,10 +132,6 @@ class Parquet:
                         f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
-        for column in self.columns:
-            kind = schema.field(column).type
-            # Categories of pandas are texts with an index.
-            self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
         found = list[tuple[int, ...]]()
         first = 0
@@ -170,7 +163,7 @@ class Parquet:
                     picked = np.delete(np.arange(len(array)), picked)
                 array = array.take(picked)
             for start in range(0, len(array), _SLICE):
-                yield decoded_column(array.slice(start, _SLICE), self._kinds[column])
+                yield decoded_column(array.slice(start, _SLICE), self._types[column])
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""

@@ -1,5 +1,6 @@
 """Parquet files as :class:`oneloop.tasks.rows.parquet.Parquet` reads them: a footer, and groups."""
 
+import json
 import os
 from collections.abc import Sequence
 from functools import lru_cache
@@ -217,8 +218,26 @@ def _opened(path: Path, dictionaries: Sequence[str]) -> Any:
 
 
 def decoded_column(array: Any, kind: Any) -> Any:
-    """Return an array with its texts decoded: of the type ``kind``."""
-    return array if array.type == kind else array.cast(kind)
+    """Return an array without dictionaries and views, which few functions of Arrow can read.
+
+    Args:
+        array: values of a column.
+        kind: the column's type, of :func:`plain_features`.
+    """
+    import pyarrow
+    from datasets import Features
+
+    if pyarrow.types.is_dictionary(array.type) or "_view" in str(array.type):
+        return array.cast(Features({"": kind}).arrow_schema.field(0).type)
+    return array
+
+
+def plain_features(features: Any) -> Any:
+    """Return features of ``datasets`` in which views of texts and bytes are texts and bytes."""
+    described = json.dumps(features.to_dict())
+    for kind in ("string", "binary"):
+        described = described.replace(f'"dtype": "{kind}_view"', f'"dtype": "{kind}"')
+    return type(features).from_dict(json.loads(described))
 
 
 def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
@@ -237,7 +256,7 @@ def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, A
 
     kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
     try:
-        return dict(Features.from_arrow_schema(kept))
+        return dict(plain_features(Features.from_arrow_schema(kept)))
     except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error

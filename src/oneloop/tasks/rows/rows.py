@@ -21,6 +21,7 @@ from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 
 Row = dict[str, Any]
 
@@ -87,6 +88,10 @@ class Rows(Protocol):
         """
 
 
+class Unreadable(ValueError):
+    """A row that cannot be read, which ``task.unreadable skip`` leaves out."""
+
+
 class Mapped:
     """The samples that ``make`` returns for each row, in order.
 
@@ -95,7 +100,7 @@ class Mapped:
     Args:
         rows: the rows.
         make: converts a row to a sample.
-        skip: raise SkipSample in place of ValueError, so that a run leaves out the row.
+        skip: raise SkipSample if a row cannot be read, so that a run leaves it out.
     """
 
     def __init__(self, rows: Any, make: Callable[[Any], Any], *, skip: bool = False) -> None:
@@ -108,13 +113,20 @@ class Mapped:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = self.rows[index]
+        try:
+            row = self.rows[index]
+        except UnicodeDecodeError as error:
+            raise self._wrong(index, Unreadable(f"a text {NOT_UNICODE}")) from error
         try:
             return self.make(row)
         except Exception as error:
-            leaves_out = self.skip and isinstance(error, ValueError)
-            kind = SkipSample if leaves_out else ValueError
-            raise kind(f"{self.where(index)}: {error}") from error
+            raise self._wrong(index, error) from error
+
+    def _wrong(self, index: int, error: Exception) -> ValueError:
+        """Return the error about a row."""
+        leaves_out = self.skip and isinstance(error, Unreadable)
+        kind = SkipSample if leaves_out else ValueError
+        return kind(f"{self.where(index)}: {error}")
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""

@@ -18,6 +18,7 @@ from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
+from oneloop.tasks.rows.column_types import Columns, JsonRows, Misfit
 from oneloop.tasks.rows.csv_json_lines import (
     DIALECTS,
     FileRow,
@@ -27,13 +28,9 @@ from oneloop.tasks.rows.csv_json_lines import (
 )
 from oneloop.tasks.rows.find_files import Found
 
-_JsonRows = Sequence[Mapping[str, Any]]
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
 _VERSION = 6  # version of the conversion; increase it if the result for the same files changes
-OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
-MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
-_DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
 _STARTED = time.time()  # of this process
 
 
@@ -247,9 +244,8 @@ def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
     """
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
-    for number, rows in _in_batches(files, "json"):
-        report.add(number, rows)
-        columns.add(files[number], [row.values or {} for row in rows])
+    for rows, places in _json_batches(files, report):
+        columns.add(rows, places)
     for _ in range(1 + len(columns.types)):
         try:
             _write(_json(files, columns), draft)
@@ -258,117 +254,21 @@ def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
             columns.mix(error.column, error.why)
 
 
-def _json(files: Sequence[Path], columns: "Columns") -> Iterator[Any]:
+def _json(files: Sequence[Path], columns: Columns) -> Iterator[Any]:
     """Yield batches of the rows of JSON files."""
     import pyarrow
 
     schema = columns.schema()
-    for _, rows in _in_batches(files, "json"):
-        yield pyarrow.record_batch(columns.arrays([row.values or {} for row in rows]), schema)
+    for rows, places in _json_batches(files, _Report(files)):
+        yield pyarrow.record_batch(columns.arrays(rows, places), schema)
 
 
-class Misfit(Exception):
-    """Values of a column do not fit the type that other rows need: a large integer and a float.
-
-    Args:
-        column: its name.
-        why: the reason.
-    """
-
-    def __init__(self, column: str, why: str) -> None:
-        super().__init__(f"{column}: {why}")
-        self.column = column
-        self.why = why
-
-
-class Columns:
-    """The columns of rows, as far as the rows are known, to store them in Arrow."""
-
-    def __init__(self) -> None:
-        self.types: dict[str, Any] = {}  # Arrow type by name
-        # columns that become JSON text, by name: "" for objects, an error for several types
-        self.nested: dict[str, str] = {}
-
-    def add(self, file: Path, rows: _JsonRows) -> None:
-        """Widen the types to these rows of a file."""
-        import pyarrow
-
-        names: dict[str, None] = {}  # in order of appearance
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        for name in names:
-            if any(_holds_objects(row.get(name)) for row in rows):
-                self.nested.setdefault(name, "")
-            try:
-                self.types[name] = self._widened(name, rows)
-            except (pyarrow.ArrowException, OverflowError) as error:
-                self.mix(name, f"{error} ({file.name})")
-
-    def mix(self, name: str, why: str) -> None:
-        """Make a column JSON text, which no task can read; the others can be read."""
-        import pyarrow
-
-        self.nested[name] = f"{MIXED}: {' '.join(why.split())}"
-        self.types[name] = pyarrow.string()
-
-    def _widened(self, name: str, rows: _JsonRows) -> Any:
-        """Return the type of a column that holds these rows and the earlier ones."""
-        import pyarrow
-
-        if name in self.nested:
-            return pyarrow.string()
-        new = pyarrow.array(self._values(name, rows)).type
-        old = self.types.get(name, new)
-        both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
-        kind = pyarrow.unify_schemas(both, promote_options="permissive").types[0]
-        if str(kind).count("list<") > _DEEPEST:
-            raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
-        return kind
-
-    def schema(self) -> Any:
-        """Return the Arrow schema; it marks the columns of JSON text."""
-        import pyarrow
-        from datasets import Features, Value
-
-        features = Features.from_arrow_schema(pyarrow.schema(self.types))
-        for name, about in self.nested.items():
-            features[name] = Value("string", id=about or OBJECTS)
-        return features.arrow_schema
-
-    def arrays(self, rows: _JsonRows) -> list[Any]:
-        """Return these rows as Arrow arrays, one for each column."""
-        import pyarrow
-
-        arrays = []
-        for name, kind in self.types.items():
-            try:
-                arrays.append(pyarrow.array(self._values(name, rows), kind))
-            except (pyarrow.ArrowException, OverflowError) as error:
-                raise Misfit(name, str(error)) from error
-        return arrays
-
-    def _values(self, name: str, rows: _JsonRows) -> list[Any]:
-        """Return the values of a column; objects as JSON text, None if a row lacks the column."""
-        values = [row.get(name) for row in rows]
-        if self.nested.get(name):
-            # Text, too, so that a text differs from a number.
-            return [None if value is None else json.dumps(value, default=str) for value in values]
-        if name in self.nested:
-            return list(map(_text, values))
-        return values
-
-
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_holds_objects, value))
-    return isinstance(value, dict)
-
-
-def _text(value: Any) -> str | None:
-    """Return a value as JSON text; texts and None stay."""
-    if value is None or isinstance(value, str):
-        return value
-    return json.dumps(value, ensure_ascii=False, default=str)
+def _json_batches(files: Sequence[Path], report: _Report) -> Iterator[tuple[JsonRows, list[str]]]:
+    """Yield rows of JSON files and their positions; add the rows to the report."""
+    for number, rows in _in_batches(files, "json"):
+        report.add(number, rows)
+        places = [f"line {row.line} of {files[number].name}" for row in rows]
+        yield [row.values or {} for row in rows], places
 
 
 def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None:

@@ -121,7 +121,7 @@ def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
     for item, footer in zip(items, footers(store, items), strict=True):
         file = RemoteFile(address, item, store.where(item), footer)
         opened[PurePosixPath(item.name)] = file
-    return RemoteFound(root, "parquet", files.parts, files.others, address, files.about, opened)
+    return RemoteFound(root, "parquet", files.parts, files.notes, address, opened)
 
 
 def _conversion(kind: str) -> str:
