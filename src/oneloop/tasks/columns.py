@@ -242,8 +242,11 @@ def checked_values(
             rows = sampled(rows)
         elif not hasattr(kind, "names"):
             reject_large_labels(rows, column)
-        # They are listed while they are read.
-        rows = with_texts(rows, [column], None if source.skipped is None else [])
+        try:
+            return values_of(rows, column, distinct=labels, numbers=numbers)
+        except ValueError:
+            # Texts that are not UTF-8 are listed while they are read.
+            rows = with_texts(rows, [column], None if source.skipped is None else [])
     return values_of(rows, column, distinct=labels, numbers=numbers)
 
 
@@ -282,6 +285,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
     seen: set[Any] = set()
     before = 0
     for array in rows.values(column):
+        array.validate(full=True)  # raises ValueError if a text is not UTF-8
         lists = hasattr(array, "flatten") and element_type(rows.types[column]) is not None
         values = array.flatten() if lists else array
 

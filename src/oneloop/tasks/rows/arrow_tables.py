@@ -93,7 +93,8 @@ class Table:
         rows = np.delete(np.arange(len(self)), indices) if exclude else indices
         cache_file = str(index_file) if index_file else None
         dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
-        content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        key = numbers_key(indices, exclude=exclude, of=self.content.get("rows"))
+        content = {**self.content, "rows": key}
         made = Table(dataset, content, self.name, files=self.files)
         # ``datasets`` cuts consecutive rows out, and then has no indices.
         made._first = self._first

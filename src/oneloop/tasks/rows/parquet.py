@@ -178,15 +178,18 @@ class Parquet:
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        row = int(index - self._firsts[group])
+        return group, int(self._stored(group, index - self._firsts[group]))
+
+    def _stored(self, group: int, rows: Any) -> Any:
+        """Return the numbers of selected rows in their group as stored."""
         if self._picked is None:
-            return group, row
+            return rows
         picked = self._picked[group]
         if not self._exclude:
-            return group, int(picked[row])
-        # Skip the excluded rows that are stored before this one.
+            return picked[rows]
+        # Skip the excluded rows that are stored before these.
         before = picked - np.arange(len(picked))
-        return group, row + int(np.searchsorted(before, row, side="right"))
+        return rows + np.searchsorted(before, rows, side="right")
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
@@ -254,14 +257,19 @@ class Parquet:
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Parquet":
         made = self._copy()
-        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
+        made._chosen["rows"] = numbers_key(indices, exclude=exclude, of=self._chosen.get("rows"))
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
         made._picked = []
-        for start, end, first in zip(bounds, bounds[1:], self._firsts, strict=False):
-            made._picked.append(indices[start:end] - first)
-        made._exclude = exclude
+        for group, first in enumerate(self._firsts.tolist()):
+            rows = self._stored(group, indices[bounds[group] : bounds[group + 1]] - first)
+            if exclude and self._picked is not None:
+                # Exclude more rows, or pick fewer.
+                combined = np.union1d if self._exclude else np.setdiff1d
+                rows = combined(self._picked[group], rows)
+            made._picked.append(rows)
+        made._exclude = exclude and (self._exclude or self._picked is None)
         counts = np.diff(bounds)
         made._number(self.sizes - counts if exclude else counts)
         return made

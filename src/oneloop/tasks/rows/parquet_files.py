@@ -224,10 +224,10 @@ def decoded_column(array: Any, kind: Any) -> Any:
         array: values of a column.
         kind: the column's type, of :func:`plain_features`.
     """
-    import pyarrow
     from datasets import Features
 
-    if pyarrow.types.is_dictionary(array.type) or "_view" in str(array.type):
+    stored = str(array.type)  # also of lists
+    if "dictionary<" in stored or "_view" in stored:
         return array.cast(Features({"": kind}).arrow_schema.field(0).type)
     return array
 
