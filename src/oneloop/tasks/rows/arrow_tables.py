@@ -38,25 +38,18 @@ class Table:
     Args:
         dataset: the data set.
         content: its fingerprint.
-        name: its name in messages.
+        names: names of its files in messages, by number of the first row.
         about: how its rows seem to be stored, for the message that there are too few.
-        files: name and number of rows of each file, if they are known.
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        content: Mapping[str, Any],
-        name: str,
-        about: str = "",
-        files: Sequence[tuple[str, int]] = (),
+        self, dataset: Any, content: Mapping[str, Any], names: Mapping[int, str], about: str = ""
     ) -> None:
         self.dataset = dataset
         self.types = dict(plain_features(dataset.features))
         self.content = content
-        self.name = name
+        self.names = names
         self.about_rows = about
-        self.files = files
         self._first = 0  # row of the files with which ``dataset`` begins
 
     def __len__(self) -> int:
@@ -71,11 +64,8 @@ class Table:
         mapping = self.dataset._indices
         row = int(index) if mapping is None else mapping.column(0)[int(index)].as_py()
         row += self._first
-        for name, count in self.files:
-            if row < count:
-                return f"{name}, row {row}"
-            row -= count
-        return f"{self.name}, row {row}"
+        first = max(first for first in self.names if first <= row)
+        return f"{self.names[first]}, row {row - first}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {"length": len(self), "columns": sorted(self.types), **self.content}
@@ -93,9 +83,8 @@ class Table:
         rows = np.delete(np.arange(len(self)), indices) if exclude else indices
         cache_file = str(index_file) if index_file else None
         dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
-        key = numbers_key(indices, exclude=exclude, of=self.content.get("rows"))
-        content = {**self.content, "rows": key}
-        made = Table(dataset, content, self.name, files=self.files)
+        content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        made = Table(dataset, content, self.names)
         # ``datasets`` cuts consecutive rows out, and then has no indices.
         made._first = self._first
         if dataset._indices is None and len(rows):
@@ -150,9 +139,9 @@ def _table(
     if columns is None:
         columns = dataset.column_names
     if made is None:
-        return Table(with_columns(dataset, columns, name), content, name)
+        return Table(with_columns(dataset, columns, name), content, {0: name})
     dataset = with_columns(dataset, columns, name, made.about)
-    table = Table(dataset, content, name, made.about, made.files)
+    table = Table(dataset, content, {0: name, **made.names}, made.about)
 
     # Values of columns that are not read do not count.
     bad: dict[int, tuple[str, str]] = {}
@@ -365,5 +354,5 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
     for split, hub_split in named.items():
         content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
         kept = with_columns(loaded[hub_split], columns, f"data set {name!r}")
-        splits[split] = Table(kept, content, f"{name} {hub_split}")
+        splits[split] = Table(kept, content, {0: f"{name} {hub_split}"})
     return splits

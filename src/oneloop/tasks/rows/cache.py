@@ -69,17 +69,10 @@ def rows_content(rows: Any) -> Any:
     return rows.cache_key() if hasattr(rows, "cache_key") else rows.fingerprint()
 
 
-def numbers_key(numbers: NDArray[np.int64], *, exclude: bool, of: str | None = None) -> str:
-    """Return a key for these row numbers, or (``exclude``) for all others.
-
-    Args:
-        numbers: the row numbers.
-        exclude: whether they are left out.
-        of: key of the rows that are numbered, if they are a selection, too.
-    """
+def numbers_key(numbers: NDArray[np.int64], *, exclude: bool) -> str:
+    """Return a key for these row numbers, or (``exclude``) for all others."""
     digest = xxh3_64_hexdigest(np.ascontiguousarray(numbers, "<i8").tobytes())
-    key = f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
-    return f"{key} of {of}" if of else key
+    return f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
 
 
 def below(file: PurePath, root: PurePath) -> str:

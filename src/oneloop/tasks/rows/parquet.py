@@ -257,7 +257,7 @@ class Parquet:
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Parquet":
         made = self._copy()
-        made._chosen["rows"] = numbers_key(indices, exclude=exclude, of=self._chosen.get("rows"))
+        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -234,9 +235,7 @@ def decoded_column(array: Any, kind: Any) -> Any:
 
 def plain_features(features: Any) -> Any:
     """Return features of ``datasets`` in which views of texts and bytes are texts and bytes."""
-    described = json.dumps(features.to_dict())
-    for kind in ("string", "binary"):
-        described = described.replace(f'"dtype": "{kind}_view"', f'"dtype": "{kind}"')
+    described = re.sub(r'("dtype": "\w+)_view"', r'\1"', json.dumps(features.to_dict()))
     return type(features).from_dict(json.loads(described))
 
 

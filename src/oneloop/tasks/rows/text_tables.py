@@ -43,13 +43,13 @@ class Converted:
         unreadable: index, position, reason and column of each row that cannot be read; column None:
             the whole row.
         about: how the rows seem to be stored, if the file is one JSON object; for messages.
-        files: name and number of rows of each file, which is 0 if it is unknown.
+        names: names of the files by number of the first row, if they are known.
     """
 
     dataset: Any
     unreadable: Sequence[tuple[int, str, str, str | None]]
     about: str
-    files: Sequence[tuple[str, int]]
+    names: Mapping[int, str]
 
 
 def converted(
@@ -96,8 +96,8 @@ def converted(
     unreadable = []
     for index, number, line, why, column in report["unreadable"]:
         unreadable.append((index, f"{filled[number]}, line {line}", why, column))
-    sizes = [*zip(map(str, filled), report["sizes"], strict=True)]
-    return Converted(dataset, unreadable, report["about"], sizes)
+    names = {first: str(filled[number]) for first, number in report["firsts"]}
+    return Converted(dataset, unreadable, report["about"], names)
 
 
 def _convert(
@@ -159,13 +159,13 @@ class _Report:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.rows = 0
-        self.sizes = [0] * len(files)
+        self._firsts = dict[int, int]()  # number of the first row, by file
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
-        self.sizes[file] += len(rows)
+        self._firsts.setdefault(file, self.rows)
         for row in rows:
             if row.values is None:
                 self.unreadable.append((self.rows, file, row.line, row.why, None))
@@ -182,7 +182,8 @@ class _Report:
         if whole and len(whole) == self.rows:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
-        noticed = {"unreadable": self.unreadable, "about": self._about, "sizes": self.sizes}
+        firsts = [(first, file) for file, first in self._firsts.items()]
+        noticed = {"unreadable": self.unreadable, "about": self._about, "firsts": firsts}
         with replacing(file) as draft:
             draft.write_text(json.dumps(noticed))
 
