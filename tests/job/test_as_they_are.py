@@ -500,6 +500,13 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'chat' holds .*; expected text"):
         check_texts([chats], "text")
 
+    # A word is enough (train1), unless several splits have it.
+    names = {"train1": "train", "test_a": "validation", "test_b": "validation", "Dev": "validation"}
+    files = [f"  - {{split: {name}, path: {of}.jsonl}}" for name, of in names.items()]
+    config = ["---", "configs:", "- config_name: default", "  data_files:", *files, "---"]
+    (tmp_path / "data" / "README.md").write_text("\n".join(config))
+    assert set(hub(str(tmp_path / "data"), ["text"])) == {"train", "validation"}
+
 
 # --- long runs
 # --------------------------------------------------------------------------------------------------

@@ -7,24 +7,28 @@ import csv
 import gzip
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from oneloop.tasks.rows.csv_json_lines import FileRow, file_rows
-from oneloop.tasks.rows.open_data import named_sources, opened
+from oneloop.tasks.rows.open_data import named_sources, opened, whole
 from oneloop.tasks.rows.rows import divided
 from oneloop.tasks.text_classification import TextClassification
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.arrow_tables",
     "oneloop.tasks.rows.text_tables",
+    "oneloop.tasks.rows.column_types",
     "oneloop.tasks.rows.csv_json_lines",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.rows.parquet_files",
     "oneloop.tasks.rows.rows",
     "oneloop.tasks.text_classification",
 )
@@ -242,6 +246,200 @@ def test_other_forms_of_files_are_recognized(tmp_path, monkeypatch, name):
     write(tmp_path / "data" / file, content)
     with pytest.raises(ValueError, match=expected):
         TextClassification(str(tmp_path / "data"), **SMALL)
+
+
+# --- TSV ---
+
+
+def tsv(rows: list[dict[str, Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), dialect=csv.excel_tab)
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def texts(place: Path, split: str = "all") -> tuple[list[str], str]:
+    """Return the texts of a split, and the line about quotes."""
+    [source] = named_sources(str(place), {"text": "text"})
+    if split == "all":
+        whole(source, window=4)
+    else:
+        opened(source, held_out=0.2, window=4)
+    rows = source.parts[split]
+    notes = [note.removeprefix(f"{place}: ") for note in source.notes if "fields" in note]
+    return [rows[index]["text"] for index in range(len(rows))], " ".join(notes)
+
+
+@pytest.mark.parametrize(
+    "odd", ['he said "hi"', "a\tb", "two\nlines", "two\r\nlines", '"first" word', '"', '5" pipe']
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_tsv_of_a_csv_writer_is_read_with_quotes(tmp_path, odd, pack):
+    written = [{"text": text, "label": "x"} for text in (odd, "plain", "", f"{odd} twice")]
+    name = "a.tsv" if pack is bytes else "a.tsv.gz"
+    file = write(tmp_path / name, pack(tsv(written).encode()))
+    read, line = texts(file)
+    assert read == [row["text"] for row in written]
+    assert line.startswith("fields are read with quotes, as a csv writer makes them: '")
+    assert line.endswith(f"in {name}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (['"Oh, he said', "plain"], True),
+        (['he said "hi"', '"hi" he said'], True),
+        (['"hello"', "plain"], True),
+        (['"said ""hi"""', '"hello"'], True),
+        (['"said ""hi"""', '5" pipe'], True),
+        (['"said ""hi"""', '""'], True),
+        (['he said "hi"', '5" pipe'], False),
+        (["no quotes", "here"], False),
+    ],
+)
+def test_other_tsv_keeps_its_quotes(tmp_path, rows, line):
+    file = write(tmp_path / "a.tsv", "text\n" + "\n".join(rows) + "\n")
+    read, about = texts(file)
+    assert read == rows
+    assert about.startswith("fields keep their quotes; a csv writer would not make '") == line
+    assert bool(about) == line
+
+
+def test_all_tsv_files_of_a_data_set_have_one_rule(tmp_path):
+    quoted = tsv([{"text": f'said "{n}"', "label": "x"} for n in range(9)])
+    write(tmp_path / "train.tsv", quoted)
+    write(tmp_path / "dev.tsv", "text\tlabel\nplain\tx\n")
+    assert texts(tmp_path, "train")[0] == [f'said "{n}"' for n in range(9)]
+    write(tmp_path / "test.tsv", 'text\tlabel\n"a" b\tx\n')
+    read, line = texts(tmp_path, "train")
+    assert read == [f'"said ""{n}"""' for n in range(9)]
+    assert line.endswith("a csv writer would not make '\"a\" b\\tx' in test.tsv")
+    assert texts(tmp_path, "test")[0] == ['"a" b']
+
+
+# --- types of columns ---
+
+
+BIG = 2**63
+
+
+@pytest.mark.parametrize(
+    ("labels", "misfit"),
+    [
+        ([1, "1"], '"1" in line 2 of a.jsonl does not fit the type int64 of others'),
+        (["1", 1], "1 in line 2 of a.jsonl does not fit the type string of others"),
+        ([1] * 2500 + [[2]], "[2] in line 2501 of a.jsonl does not fit the type int64"),
+        ([1, True], "true in line 2 of a.jsonl does not fit the type int64"),
+        ([[1], ["x"]], '["x"] in line 2 of a.jsonl does not fit the type list<item: int64>'),
+        ([1, 2 * BIG], f"{2 * BIG} in line 2 of a.jsonl does not fit the type uint64"),
+        ([BIG, 3, -1, 4], "-1 in line 3 of a.jsonl does not fit the type uint64"),
+        ([BIG, 1.5], "1.5 in line 2 of a.jsonl does not fit the type uint64"),
+        ([0.5] * 1200 + [2**53 + 1], f"{2**53 + 1} in line 1201 of a.jsonl does not fit"),
+    ],
+)
+def test_a_value_of_another_type_is_named(tmp_path, labels, misfit):
+    file = write(tmp_path / "a.jsonl", lines([{"text": "t", "label": one} for one in labels]))
+    [source] = named_sources(str(file), {"text": "text", "label": "label"})
+    message = f"must hold values of one type: {misfit}"
+    with pytest.raises(ValueError, match=re.escape(message) + ".*; write one type, such as text"):
+        whole(source, window=4)
+    [source] = named_sources(str(file), {"text": "text"})
+    assert len(whole(source, window=4).parts["all"]) == len(labels)
+
+
+def test_whole_numbers_of_64_bits_are_classes(tmp_path):
+    rows = [{"text": f"t {n}", "label": BIG * (n % 2) + n % 3} for n in range(60)]
+    task = TextClassification(str(write(tmp_path / "a.jsonl", lines(rows)).parent), **SMALL)
+    expected = sorted({row["label"] for row in rows})
+    assert task.classes == [*map(str, expected)] and max(expected) > BIG
+
+
+VIEWS = [
+    ("text", pa.string_view(), [f"text {n}" for n in range(50)]),
+    ("text", pa.string_view(), ["same text"] * 49 + ["other"]),
+    ("lists", pa.list_(pa.string_view()), [["a", f"b{n}"] for n in range(50)]),
+    ("lists", pa.large_list(pa.string_view()), [["a"]] * 50),
+    ("objects", pa.list_(pa.struct([("role", pa.string_view())])), [[{"role": "user"}]] * 50),
+]
+
+
+@pytest.mark.parametrize(
+    ("ending", "column", "kind", "values"),
+    # pyarrow cannot write objects with views as Parquet.
+    [("arrow", *view) for view in VIEWS] + [("parquet", *view) for view in VIEWS[:-1]],
+)
+def test_views_of_texts_are_texts(tmp_path, ending, column, kind, values):
+    table = pa.table({column: pa.array(values, kind)})
+    file = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, file, row_group_size=20)
+    else:
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    [source] = named_sources(str(file), {"x": column})
+    rows = whole(source, window=4).parts["all"]
+    assert "view" not in str(rows.types) and "string" in str(rows.types[column])
+    assert [rows[index][column] for index in range(50)] == values
+    chosen = np.arange(0, 50, 3)
+    for some, expected in ((rows, values), (rows.select(chosen), values[::3])):
+        read = [*some.values(column)]
+        assert not any("view" in str(array.type) for array in read)
+        assert [value for array in read for value in array.to_pylist()] == expected
+
+
+@pytest.mark.parametrize("place", ["text", "lists"])
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_texts_that_are_not_utf8_are_named_or_skipped(tmp_path, place, ending):
+    values = [b"\xff\xfeab" if n in (7, 31) else b"ok%d" % n for n in range(40)]
+    stored = pa.array(values, pa.binary())
+    column = pa.Array.from_buffers(pa.string(), 40, stored.buffers())
+    if place == "lists":
+        column = pa.ListArray.from_arrays(pa.array(range(41), pa.int32()), column)
+    table = pa.table({place: column, "id": range(40)})
+    file = tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, file, row_group_size=10)
+    else:
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    columns = {"x": place, "id": "id"}
+    [source] = named_sources(str(file), columns)
+    with pytest.raises(ValueError, match=rf"2 rows .*a\.{ending}, row 7: '{place}' is not valid"):
+        opened(source, held_out=0.2, window=4)
+    [source] = named_sources(str(file), columns, unreadable="skip")
+    parts = opened(source, held_out=0.2, window=4).parts.values()
+    read = {rows[at]["id"]: rows.where(at) for rows in parts for at in range(len(rows))}
+    assert sorted(read) == sorted({*range(40)} - {7, 31})
+    assert all(where.endswith(f"row {number}") for number, where in read.items())
+    assert [row.partition(", ")[2][:6] for row in source.skipped or ()] == ["row 7:", "row 31"]
+
+
+# --- numbers of rows ---
+
+
+@pytest.mark.parametrize("bad", [[], [0], [0, 1], [59], [0, 59], [0, 30]])
+@pytest.mark.parametrize("ending", ["jsonl", "csv"])
+def test_numbers_of_rows_are_those_of_their_files(tmp_path, bad, ending):
+    for name, first in (("a", 0), ("b", 100)):
+        if ending == "csv":
+            read = [f"t{first + n},x\n" for n in range(60)]
+            content = ["text,label\n", *('"a"b,x\n' if n in bad else read[n] for n in range(60))]
+        else:
+            read = [f'{{"text": "t{first + n}"}}\n' for n in range(60)]
+            content = ["{broken\n" if n in bad else read[n] for n in range(60)]
+        write(tmp_path / f"{name}.{ending}", "".join(content))
+    [source] = named_sources(str(tmp_path), {"text": "text"}, unreadable="skip")
+    parts = [*opened(source, held_out=0.1, window=4).parts.values()]
+    parts.append(whole(source, window=4).parts["all"])
+    every = parts[-1]
+    parts += [every.select(np.arange(10, 20)), every.select(np.arange(0, 5), exclude=True)]
+    parts.append(parts[-1].select(np.arange(3, 80)).select(np.array([0, 1, 40])))
+    for rows in parts:
+        for index in range(len(rows)):
+            number = int(rows[index]["text"][1:])
+            where = f"{'ab'[number // 100]}.{ending}, row {number % 100}"
+            assert rows.where(index) == str(tmp_path / where)
 
 
 # --- splits ---

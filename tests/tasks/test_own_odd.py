@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from oneloop.data.mixture import Mixture
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.rows.find_files import found
+from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, found
 from oneloop.tasks.rows.images import decoded
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
@@ -71,11 +71,23 @@ def texts(place: Path, column: str = "text", **options) -> dict[str, list]:
         ("a/train.jsonl", "a/dev.jsonl", "a/test.jsonl"),
         ("deep/down/train/x.jsonl", "deep/down/valid/x.jsonl", "deep/down/test/x.jsonl"),
         ("reviews_train.jsonl", "reviews_val.jsonl", "reviews_test.jsonl"),
+        # Digits, a capital, and set, data, file or split after the word separate words.
+        ("train1.jsonl", "dev1.jsonl", "test1.jsonl"),
+        ("train2020/a.jsonl", "valid2020/a.jsonl", "test2020/a.jsonl"),
+        ("myTrainData.csv", "myDevData.csv", "myTestData.csv"),
+        ("trainset.jsonl.gz", "devset.jsonl.gz", "testdata.jsonl.gz"),
+        ("TRAINSET.jsonl", "VALIDATION_DATA.jsonl", "TEST_2.jsonl"),
+        ("training_set/a.jsonl", "ValidFile/a.jsonl", "testsplit/a.jsonl"),
+        ("train1/a.txt", "devset/a.txt", "TestData/a.txt"),
+        ("TrainData/cat/x.png", "valid_1/cat/x.png", "testset/cat/x.png"),
+        # A folder with several names, or one that holds all files, does not decide.
+        ("train_test_split/train.tsv", "train_test_split/dev.tsv", "train_test_split/test.tsv"),
+        ("my_test_project/train.tsv", "my_test_project/dev.tsv", "my_test_project/test.tsv"),
     ],
 )
 def test_parts_are_found_wherever_their_names_stand(tmp_path, names):
     lay(tmp_path, *names)
-    parts = found(tmp_path).parts
+    parts = found(tmp_path, [*KINDS_OF_ROWS, "text"]).parts
     assert {
         part: [file.relative_to(tmp_path).as_posix() for file in files]
         for part, files in parts.items()
@@ -87,7 +99,8 @@ def test_parts_are_found_wherever_their_names_stand(tmp_path, names):
     [
         ("data.jsonl", "test.jsonl"),
         ("fold1/a.jsonl", "test/a.jsonl"),
-        ("training_set/a.jsonl", "validation/a.jsonl"),
+        ("pretraining/a.jsonl", "validation/a.jsonl"),
+        ("trainset.jsonl", "valset.jsonl"),
         ("test.jsonl",),
     ],
 )
@@ -96,9 +109,55 @@ def test_parts_of_which_only_some_are_named_are_rejected(tmp_path, names):
         found(lay(tmp_path, *names))
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("latest.jsonl",),
+        ("contest.csv", "devices.csv"),
+        ("pretrain/a.jsonl", "pretrain/latest.jsonl"),
+        ("mytrain.jsonl", "others.jsonl"),
+        ("train_test_split.csv",),
+        ("testdatabase.jsonl", "devsettings.jsonl"),
+    ],
+)
+def test_nothing_else_is_split_inside_a_word(tmp_path, names):
+    made = found(lay(tmp_path, *names))
+    assert set(made.parts) == {""} and len(made.files) == len(names)
+    assert "does not name one split, so all files are one set" in made.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "both"),
+    [
+        (("mytrain.jsonl", "mytest.jsonl"), "'mytrain.jsonl' contains train, and 'mytest.jsonl'"),
+        (("atrain/x.csv", "adev/x.csv"), "'atrain' contains train, and 'adev'"),
+        (("mytrain/cat/x.png", "mytest/cat/x.png"), "'mytrain' contains train, and 'mytest'"),
+        (("mytrain.txt", "myvalid.txt"), "'mytrain.txt' contains train, and 'myvalid.txt'"),
+        (("TrainTest1.csv", "TrainTest2.csv"), "'TrainTest1.csv' contains train, and 'TrainTest2"),
+    ],
+)
+def test_names_that_seem_to_be_two_splits_are_rejected(tmp_path, names, both):
+    folder = lay(tmp_path, *names)
+    kinds = [*KINDS_OF_ROWS, "text"]
+    with pytest.raises(ValueError, match=rf"{both}.*; rename them train.… and test.…"):
+        found(folder, kinds)
+    assert len(found(folder, kinds, whole=True).files) == 2
+
+
+def test_code_and_documents_have_no_splits_by_words(tmp_path):
+    code = lay(tmp_path / "code", "train.py", "mytrain.py", "tests/test_a.py", "notes/devices.md")
+    assert found(code, ["text"]).notes == [] and len(found(code, ["text"]).parts[""]) == 4
+    texts = lay(tmp_path / "texts", "a/mytrain.md", "b/mytest.md")
+    assert set(found(texts, ["text"]).parts) == {""}
+
+
 def test_of_images_a_folder_of_a_class_is_no_part(tmp_path):
     lay(tmp_path / "a", "train/x.png", "car/y.png", "dog/train_1.png")
     assert set(found(tmp_path / "a").parts) == {""}
+    lay(tmp_path / "c", "Train1/x.png", "Plane1/y.png", "all/mytest/z.png")
+    assert set(found(tmp_path / "c").parts) == {""}
+    lay(tmp_path / "d", "rps-test-set/rock/x.png", "rps-test-set/paper/y.png")
+    assert set(found(tmp_path / "d").parts) == {""}
     lay(tmp_path / "b", "pets/train/cat/x.png", "pets/test/cat/x.png", "pets/val/cat/y.png")
     assert set(found(tmp_path / "b").parts) == {"train", "validation", "test"}
 

@@ -20,6 +20,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import load_file
 
+from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows.remote_checks import sampled
 from oneloop.tasks.text_classification import TextClassification
@@ -178,6 +179,21 @@ def of_texts(bad: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def with_bytes(folder: Path, *bad: int, rows: int = 4000, column: str = "text") -> Path:
+    """Write rows of texts, of which some are bytes that are not UTF-8."""
+    data = written(folder, rows_of(rows), group=100)
+    table = parquet.read_table(data / "train.parquet")
+    values = [text.encode() for text in table[column].to_pylist()]
+    for at in bad:
+        values[at] = b"\xff" + values[at]
+    stored = pa.array(values, pa.binary())
+    texts = pa.Array.from_buffers(pa.string(), len(stored), stored.buffers())
+    at = table.column_names.index(column)
+    table = table.set_column(at, column, texts)
+    parquet.write_table(table, data / "train.parquet", row_group_size=100)
+    return data
+
+
 def of_numbers(bad: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [{"text": f"{at}", "label": at / 7} for at in range(4000)]
     rows[1505]["label"] = bad
@@ -229,6 +245,12 @@ def test_a_bad_row_is_found_while_it_is_read(remote, tmp_path, task, keys, rows,
     with pytest.raises(ValueError, match=rf"train\.parquet, row 1505: .*{why}"):
         part[1505]
 
+    # As on a disk, only what cannot be read is skipped: a missing value is an error.
+    part = task(str(data), **keys, unreadable="skip").train_set()
+    with pytest.raises(ValueError, match=rf"train\.parquet, row 1505: .*{why}") as raised:
+        part[1505]
+    assert isinstance(raised.value, SkipSample) == (task is ImageClassification)
+
 
 def test_tokens_are_not_learned_from_remote_texts(remote, tmp_path):
     rows = [{"anchor": f"a {at}", "positive": f"b {at}"} for at in range(100)]
@@ -258,22 +280,55 @@ def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     assert world.codes == [1], world.output
     assert "train.parquet, row 1505: no value in 'text'" in world.output
 
-    options = [*words, "skipped", "--task.unreadable", "skip", "--machine.workers", "2"]
-    world = run(train_remote, options, folder=tmp_path)
+    options = ["--task.unreadable", "skip", "--machine.workers", "2"]
+    with_bytes(tmp_path / "data", 1505)
+    world = run(train_remote, [*words, "skipped", *options], folder=tmp_path)
     world.ok()
     assert world.output.count("left out (listed in") == 1, world.output
     assert "network: " in world.output and "requests per epoch" in world.output
     (listed,) = (tmp_path / "skipped" / "skipped_rows" / "rank-0.jsonl").read_text().splitlines()
     assert json.loads(listed)["set"] == "train" and json.loads(listed)["sample"] == 1505
-    assert "train.parquet, row 1505: no value" in json.loads(listed)["reason"]
+    reason = json.loads(listed)["reason"]
+    assert "train.parquet, row 1505: a text is not valid Unicode text" in reason
+
+
+@pytest.mark.parametrize("column", ["text", "label"])
+def test_a_text_that_is_not_utf8_is_left_out_on_a_disk_and_in_a_bucket(
+    monkeypatch, tmp_path, column
+):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    data = str(with_bytes(tmp_path / "data", 3, 37, rows=1200, column=column))
+    from oneloop.tasks.rows import open_data
+
+    with pytest.raises(
+        ValueError, match=rf"2 rows .*, row 3: '{column}' is not valid Unicode text"
+    ):
+        TextClassification(data, **SMALL)
+    disk = TextClassification(data, **SMALL, unreadable="skip")
+    first = disk.skipped_rows[0].partition("train.parquet, ")[2]
+    assert first.startswith(f"row 3: '{column}' is not valid Unicode text: half of a character")
+    assert len(disk.skipped_rows) == 2 and len(disk.train_set()) == 1198
+    assert disk.train_set().where(36).endswith("row 38")
+
+    monkeypatch.setattr(open_data, "parquets", open_data.parquets)
+    be_remote()
+    with pytest.raises(ValueError, match=f"row 3: '{column}' is not valid Unicode text"):
+        TextClassification(data, **SMALL)
+    remote = TextClassification(data, **SMALL, unreadable="skip")
+    assert remote.classes == disk.classes == ["a", "b"]
+    samples = iter(range(len(disk.train_set())))
+    for index in range(50):
+        if index in (3, 37):
+            with pytest.raises(SkipSample, match=rf"row {index}: a text is not valid Unicode"):
+                remote.train_set()[index]
+        else:
+            one, other = disk.train_set()[next(samples)], remote.train_set()[index]
+            assert torch.equal(one[0], other[0]) and one[1] == other[1]
 
 
 @pytest.mark.slow
 def test_with_a_grain_the_bits_are_the_same_without_the_bad_rows(tmp_path):
-    rows = rows_of(400)
-    for at in (7, 90, 91, 303):
-        rows[at]["label" if at % 2 else "text"] = None
-    written(tmp_path / "data", rows, group=100)
+    with_bytes(tmp_path / "data", 7, 90, 91, 303, rows=400)
     words = [
         *WORDS,
         "--duration",

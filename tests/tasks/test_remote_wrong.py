@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -17,10 +18,12 @@ from hub_server import Hub
 from oneloop.basics.bucket import StoreChangedError, StoreError
 from oneloop.tasks.rows import rewrite
 from oneloop.tasks.rows.open_data import Source, named_sources, opened, whole
+from oneloop.tasks.rows.remote import footers
 from oneloop.tasks.rows.remote import store as stores
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import _try, parsed
 from oneloop.tasks.rows.remote.store import open_store
+from oneloop.tasks.rows.remote_checks import sampled
 from remote_data import Files, counted_s3
 from stores import KEYS
 from worlds import each_message, run, train
@@ -304,6 +307,40 @@ def test_footers_that_lie(servers) -> None:
     # One range for neighbours; a request has at most 32 MiB.
     ((start, end),) = good.ranges(0, ["text", "label"])
     assert start == 4 and end < good.ranges(1, ["text"])[0][0] + 1
+
+
+def test_a_row_group_of_no_rows_is_healthy(servers, tmp_path: Path, monkeypatch) -> None:
+    """pyarrow, Spark and filters write such groups; they have no pages, and so no offsets."""
+    # Check the footers in this process.
+    monkeypatch.setattr(footers, "_try", lambda given: [parsed(*footer) for footer in given])
+    s3, _, _ = servers
+    schema = pa.schema([("text", pa.string()), ("label", pa.string())])
+    for name in ("train1", "dev1"):
+        with parquet.ParquetWriter(tmp_path / f"{name}.parquet", schema) as writer:
+            for numbers in ([], range(3), [], range(3, 8), []):
+                rows = [{"text": f"{name} {number}", "label": "a"} for number in numbers]
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    s3.copy(tmp_path, "s3://bucket/empty")
+    here, there = rows_of(str(tmp_path)), rows_of("s3://bucket/empty")
+    assert [*there.parts] == [*here.parts] and set(there.parts) == {"train", "validation"}
+    for split, rows in there.parts.items():
+        orders = [
+            one.order(seed=0, batch=2).at(np.arange(8))[1] for one in (rows, here.parts[split])
+        ]
+        assert np.array_equal(*orders) and sorted(orders[0]) == [*range(8)]
+        columns = [[*one.values("text")] for one in (rows, here.parts[split])]
+        assert pa.chunked_array(columns[0]) == pa.chunked_array(columns[1])
+        assert rows.where(3).endswith("1.parquet, row 3")
+        assert len(sampled(rows)) == 8 and rows.traffic.requests > 0
+
+
+def test_names_in_a_bucket_that_seem_to_be_splits_are_rejected(servers) -> None:
+    s3, _, data = servers
+    for name in ("mytrain", "mytest"):
+        content = (data / "validation.parquet").read_bytes()
+        s3.write(f"s3://bucket/mine/{name}.parquet", content)
+    with pytest.raises(ValueError, match=r"'mytrain.parquet' contains train, and 'mytest.parquet'"):
+        rows_of("s3://bucket/mine")
 
 
 @pytest.mark.slow

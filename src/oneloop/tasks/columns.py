@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from oneloop.basics.files import replacing
+from oneloop.tasks.rows.arrow_tables import with_texts
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.image_rows import empty_classes, loose_images
 from oneloop.tasks.rows.images import checked_images, is_image
@@ -18,7 +19,6 @@ from oneloop.tasks.rows.remote_checks import (
     check_value,
     is_finite,
     is_remote,
-    lenient,
     reject_large_labels,
     sampled,
 )
@@ -209,15 +209,19 @@ def checked_values(
     Raises:
         ValueError: a value cannot be used, or the labels of remote rows are too many.
     """
-    with lenient(rows, skip=source.skipped is not None):
-        if is_remote(rows):
-            kind = element_type(rows.types[column]) or rows.types[column]
-            source.checks[column] = partial(check_value, column, kind, labels, numbers)
-            if not labels or known:
-                rows = sampled(rows)
-            elif not hasattr(kind, "names"):
-                reject_large_labels(rows, column)
-        return values_of(rows, column, distinct=labels, numbers=numbers)
+    if is_remote(rows):
+        kind = element_type(rows.types[column]) or rows.types[column]
+        source.checks[column] = partial(check_value, column, kind, labels, numbers)
+        if not labels or known:
+            rows = sampled(rows)
+        elif not hasattr(kind, "names"):
+            reject_large_labels(rows, column)
+        try:
+            return values_of(rows, column, distinct=labels, numbers=numbers)
+        except ValueError:
+            # Texts that are not UTF-8 are listed while they are read.
+            rows = with_texts(rows, [column], None if source.skipped is None else [])
+    return values_of(rows, column, distinct=labels, numbers=numbers)
 
 
 def values_of(
@@ -255,6 +259,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
     seen: set[Any] = set()
     before = 0
     for array in rows.values(column):
+        array.validate(full=True)  # raises ValueError if a text is not UTF-8
         lists = hasattr(array, "flatten") and element_type(rows.types[column]) is not None
         values = array.flatten() if lists else array
 

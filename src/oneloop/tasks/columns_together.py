@@ -6,7 +6,7 @@ from typing import Any
 
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.rows.remote_checks import lenient, sampled
+from oneloop.tasks.rows.remote_checks import sampled
 from oneloop.tasks.rows.rows import FINDINGS, Row, unusable
 
 
@@ -31,8 +31,7 @@ def check_together(
             with alone(f"values/{key}.ok") as done:
                 if done.exists():
                     continue
-                with lenient(rows, skip=source.skipped is not None):
-                    _check_rows(sampled(rows), columns, problem)
+                _check_rows(sampled(rows), columns, problem)
                 if not FINDINGS.get():
                     done.touch()
 

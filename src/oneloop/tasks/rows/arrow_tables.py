@@ -3,7 +3,8 @@
 They come from JSON Lines, csv and Arrow files, image folders, and data sets of the hub.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -13,13 +14,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
-from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
-from oneloop.tasks.rows.find_files import SPLITS, Found
+from oneloop.tasks.rows.cache import (
+    alone,
+    cached_text,
+    content_of,
+    key_of,
+    numbers_key,
+    rows_content,
+)
+from oneloop.tasks.rows.column_types import MIXED
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
+from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
 from oneloop.tasks.rows.objects import flattened, value_of
-from oneloop.tasks.rows.parquet_files import is_wanted
+from oneloop.tasks.rows.parquet_files import decoded_column, is_wanted, plain_features
 from oneloop.tasks.rows.rows import FINDINGS, Row
-from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
+from oneloop.tasks.rows.text_tables import Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
 _SHOWN = 100  # rows whose objects give names for messages
@@ -31,21 +41,19 @@ class Table:
     Args:
         dataset: the data set.
         content: its fingerprint.
-        name: its name in messages.
+        names: names of its files in messages, by number of the first row.
         about: how its rows seem to be stored, for the message that there are too few.
     """
 
     def __init__(
-        self, dataset: Any, content: Mapping[str, Any], name: str, about: str = ""
+        self, dataset: Any, content: Mapping[str, Any], names: Mapping[int, str], about: str = ""
     ) -> None:
         self.dataset = dataset
+        self.types = dict(plain_features(dataset.features))
         self.content = content
-        self.name = name
+        self.names = names
         self.about_rows = about
-
-    @property
-    def types(self) -> Mapping[str, Any]:
-        return dict(self.dataset.features)
+        self._first = 0  # row of the files with which ``dataset`` begins
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -58,8 +66,10 @@ class Table:
     def where(self, index: int) -> str:
         # Report the row of the file, also after select().
         mapping = self.dataset._indices
-        row = index if mapping is None else mapping.column(0)[int(index)].as_py()
-        return f"{self.name}, row {row}"
+        row = int(index) if mapping is None else mapping.column(0)[int(index)].as_py()
+        row += self._first
+        first = max(first for first in self.names if first <= row)
+        return f"{self.names[first]}, row {row - first}"
 
     def fingerprint(self) -> dict[str, Any]:
         return {"length": len(self), "columns": sorted(self.types), **self.content}
@@ -68,7 +78,8 @@ class Table:
         """Yield the column as Arrow arrays, in row order; objects as JSON text."""
         plain = self.dataset.with_format("arrow", columns=[column])
         for start in range(0, len(self), _BATCH):
-            yield plain[start : start + _BATCH][column].combine_chunks()
+            array = plain[start : start + _BATCH][column].combine_chunks()
+            yield decoded_column(array, self.types[column])
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -77,7 +88,12 @@ class Table:
         cache_file = str(index_file) if index_file else None
         dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
         content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
-        return Table(dataset, content, self.name)
+        made = Table(dataset, content, self.names)
+        # ``datasets`` cuts consecutive rows out, and then has no indices.
+        made._first = self._first
+        if dataset._indices is None and len(rows):
+            made._first += int(rows[0])
+        return made
 
 
 def tables(
@@ -132,7 +148,9 @@ def _table(
             ]
             if fields and found.kind == "json":
                 made = converted(found, split, files, content, fields)
-                first = map(Table(made.dataset, {}, name).__getitem__, range(len(made.dataset)))
+                first = map(
+                    Table(made.dataset, {}, {0: name}).__getitem__, range(len(made.dataset))
+                )
                 known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
                 nested = "".join(
                     f", {field}" for field in sorted(known.difference(made.dataset.column_names))
@@ -140,29 +158,76 @@ def _table(
             dataset = made.dataset
     if split:
         content["part"] = split
-    about = made.about if made else ""
     if columns is None:
         columns = dataset.column_names
-    table = Table(with_columns(dataset, columns, name, nested + about), content, name, about)
-    return _readable(table, made.unreadable, columns, skipped) if made else table
+    if made is None:
+        return Table(with_columns(dataset, columns, name, nested), content, {0: name})
+    dataset = with_columns(dataset, columns, name, nested + made.about)
+    table = Table(dataset, content, {0: name, **made.names}, made.about)
 
-
-def _readable(
-    table: Table,
-    unreadable: Sequence[tuple[int, str, str, str | None]],
-    columns: Sequence[str],
-    skipped: list[str] | None,
-) -> Table:
-    """Return the table without the rows that cannot be read, or raise an error about them.
-
-    Values of columns that are not read do not count.
-    """
-    bad: dict[int, tuple[str, str]] = {}  # position and reason by row
-    for index, where, why, column in unreadable:
+    # Values of columns that are not read do not count.
+    bad: dict[int, tuple[str, str]] = {}
+    for index, where, why, column in made.unreadable:
         if column is None or any(is_wanted(read, [column]) for read in columns):
             bad.setdefault(index, (where, why))
+    readable: Table = _readable(table, bad, skipped)
+    return readable
+
+
+def with_texts(rows: Any, columns: Iterable[str], skipped: list[str] | None) -> Any:
+    """Return the rows without those that have bytes that are not UTF-8 in place of texts.
+
+    The rows are checked once, and the result is cached by their content.
+
+    Args:
+        rows: the rows.
+        columns: the columns that are checked.
+        skipped: gets the positions and reasons of the rows that are left out; None: they are an
+            error.
+
+    Raises:
+        ValueError: there is such a row, and ``skipped`` is None; or all rows are such rows.
+    """
+    texts = [column for column in columns if "string" in str(rows.types[column])]
+    key = key_of(rows_content(rows), texts)
+    found = json.loads(cached_text(f"unicode/{key}.json", lambda: json.dumps(_wrong(rows, texts))))
+    bad = {index: (rows.where(index), f"{column!r} {NOT_UNICODE}") for index, column in found}
+    return _readable(rows, bad, skipped)
+
+
+def _wrong(rows: Any, columns: Sequence[str]) -> list[tuple[int, str]]:
+    """Return index and column of each text that is not UTF-8."""
+    found = []
+    for column in columns:
+        before = 0
+        for array in rows.values(column):
+            try:
+                array.validate(full=True)
+            except ValueError:
+                found += [(before + at, column) for at, text in enumerate(array) if _is_bytes(text)]
+            before += len(array)
+    return found
+
+
+def _is_bytes(value: Any) -> bool:
+    """Return whether a value of Arrow, or a value in it, is a text that is not UTF-8."""
+    try:
+        value.as_py()
+    except UnicodeDecodeError:
+        return True
+    return False
+
+
+def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] | None) -> Any:
+    """Return the rows without those that cannot be read, or raise an error about them.
+
+    Args:
+        rows: the rows.
+        bad: position and reason of each row that cannot be read, by its index.
+        skipped: see :func:`with_texts`.
+    """
     if not bad:
-        return table
+        return rows
     reasons = [f"{where}: {why}" for where, why in bad.values()]
     findings = FINDINGS.get()
     if findings is not None:
@@ -173,11 +238,11 @@ def _readable(
             f"{len(bad):,} rows cannot be read, the first: {reasons[0]}; correct it, or set "
             "task.unreadable skip to train without such rows"
         )
-    elif len(bad) == len(table):
-        raise ValueError(f"{table.name}: no row can be read, the first: {reasons[0]}; correct it")
+    elif len(bad) == len(rows):
+        raise ValueError(f"no row can be read, the first: {reasons[0]}; correct it")
     else:
         skipped += reasons
-    return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
+    return rows.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
 
 
 def _mapped(files: Sequence[Path]) -> Any:
@@ -330,16 +395,20 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
             raise ValueError(
                 f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
-    if not any(SPLITS.get(split) == "train" for split in loaded):
+
+    # A word is enough (train1), if no other split has it, and none has exactly its name.
+    words = [split_of(split) for split in loaded]
+    by_word = zip(words, loaded, strict=True)
+    named = {word: split for word, split in by_word if word and words.count(word) == 1}
+    named |= {SPLITS[split]: split for split in loaded if split in SPLITS}
+    if "train" not in named:
         raise ValueError(
             f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
         )
 
-    # Keep the splits with known names, under oneloop's names.
     splits = {}
-    for hub_split, rows in loaded.items():
-        if hub_split in SPLITS:
-            content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
-            kept = with_columns(rows, columns, f"data set {name!r}")
-            splits[SPLITS[hub_split]] = Table(kept, content, f"{name} {hub_split}")
+    for split, hub_split in named.items():
+        content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
+        kept = with_columns(loaded[hub_split], columns, f"data set {name!r}")
+        splits[split] = Table(kept, content, {0: f"{name} {hub_split}"})
     return splits

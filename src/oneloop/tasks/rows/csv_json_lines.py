@@ -8,13 +8,15 @@ import io
 import json
 import sys
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 COMPRESSED = (".gz", ".bz2", ".zst")  # pyarrow finds the compression by this ending
+NOT_UNICODE = "is not valid Unicode text: half of a character, or bytes that are not UTF-8"
+_SHOWN = 60  # characters of a row in a message
 _BUFFER = 1 << 20  # bytes per read
 _WHOLE = 64 << 20  # a file that is one JSON object is recognized up to this number of bytes
 
@@ -41,7 +43,7 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
     Args:
         file: the file.
-        kind: ``json`` (JSON Lines, or one JSON list), ``csv`` or ``tsv``.
+        kind: ``json`` (JSON Lines, or one JSON list), or one of :data:`DIALECTS`.
 
     Raises:
         ValueError: the whole file cannot be read.
@@ -93,7 +95,54 @@ class _Tabs(csv.excel_tab):
     quotechar = None
 
 
-_DIALECTS: Mapping[str, type[csv.Dialect]] = {"csv": csv.excel, "tsv": _Tabs}
+QUOTED_TSV = "quoted tsv"  # kind of tab-separated files whose quotes have their meaning in CSV
+DIALECTS: Mapping[str, type[csv.Dialect]] = {
+    "csv": csv.excel,
+    "tsv": _Tabs,
+    QUOTED_TSV: csv.excel_tab,
+}
+
+
+def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
+    """Return the kind of tab-separated files, ``tsv`` or :data:`QUOTED_TSV`, and a line about it.
+
+    Quotes have a meaning if all files are as a csv writer makes them: each field in quotes holds a
+    tab, a line break or a doubled quote, and no other field holds a quote. The line is empty if no
+    field begins with a quote.
+
+    Args:
+        files: all files of a data set.
+    """
+    begins = ""  # a row in which a field begins with a quote
+    unlike = ""  # a row that a csv writer would write in another way
+    for file in files:
+        read = list[str]()
+        try:
+            with _opened(file) as stream:
+                for _, values, why in _records(file, stream, QUOTED_TSV, read):
+                    # Begin with another field, because a single empty one would be quoted.
+                    row = "\t" + "".join(read).strip("\r\n")
+                    example = f"{row[1:_SHOWN]!r} in {file.name}"
+                    if '\t"' in row:
+                        begins = begins or example
+                    if why or ('"' in row and row != _written(["", *values])):
+                        unlike = unlike or example
+                    if begins and unlike:
+                        break
+        except (OSError, EOFError, ValueError):  # a quote that is not closed, or a damaged file
+            begins = unlike = f"{''.join(read[:1])[:_SHOWN]!r} in {file.name}"
+    if begins and unlike:
+        return "tsv", f"fields keep their quotes; a csv writer would not make {unlike}"
+    if begins:
+        return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes them: {begins}"
+    return "tsv", ""
+
+
+def _written(values: Sequence[str]) -> str:
+    """Return a row as a csv writer makes it, which quotes a field only if it must."""
+    row = io.StringIO()
+    csv.writer(row, csv.excel_tab).writerow(values)
+    return row.getvalue().strip("\r\n")
 
 
 def csv_columns(file: Path, kind: str) -> list[str]:
@@ -101,13 +150,13 @@ def csv_columns(file: Path, kind: str) -> list[str]:
 
     Args:
         file: the file.
-        kind: ``csv`` or ``tsv``.
+        kind: one of :data:`DIALECTS`.
 
     Raises:
         ValueError: the first line cannot be read, or names a column twice.
     """
     with _opened(file) as stream:
-        for _, names, why in _records(file, stream, kind):
+        for _, names, why in _records(file, stream, kind, []):
             if why:
                 raise ValueError(f"{file}, line 1: {why}")
             if names:
@@ -118,7 +167,7 @@ def csv_columns(file: Path, kind: str) -> list[str]:
 def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
     """Yield the rows below the names of the columns."""
     names: list[str] = []
-    for line, values, why in _records(file, stream, kind):
+    for line, values, why in _records(file, stream, kind, []):
         if not names:
             names = values
         elif why:
@@ -130,17 +179,19 @@ def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             yield _storable(line, dict(zip(names, values, strict=True)), check=True)
 
 
-def _records(file: Path, stream: BinaryIO, kind: str) -> Iterator[tuple[int, list[str], str]]:
+def _records(
+    file: Path, stream: BinaryIO, kind: str, read: list[str]
+) -> Iterator[tuple[int, list[str], str]]:
     """Yield line, values and error of each record, as Python's ``csv`` module reads them.
 
     It is strict: after a closing quote only a separator or the end of the line may follow. Blank
-    lines are left out. Raise ValueError if it is unknown where a wrong record ends.
+    lines are left out. Raise ValueError if it is unknown where a wrong record ends. ``read`` gets
+    the lines of each record.
     """
     csv.field_size_limit(sys.maxsize)
     # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    read = list[str]()  # lines of the current record
-    reader = csv.reader(_remembered(text, read), _DIALECTS[kind], strict=True)
+    reader = csv.reader(_remembered(text, read), DIALECTS[kind], strict=True)
     while True:
         line = reader.line_num + 1
         read.clear()
@@ -261,10 +312,7 @@ def _storable(line: int, values: Mapping[str, Any], *, check: bool) -> FileRow:
         if not _is_utf8(name):
             return FileRow(line, None, f"the key {name!r} is not valid Unicode text")
         if not _is_utf8(value):
-            bad[name] = (
-                f"{name!r} is not valid Unicode text: half of a character, or bytes that are not "
-                "UTF-8"
-            )
+            bad[name] = f"{name!r} {NOT_UNICODE}"
     kept = {name: value for name, value in values.items() if name not in bad}
     return FileRow(line, kept, bad=bad)
 

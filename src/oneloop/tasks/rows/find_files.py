@@ -1,15 +1,17 @@
 """The files of a data set: find them at a path, with their split and class."""
 
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path, PurePath
 from typing import Generic, TypeVar
 
-from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.csv_json_lines import COMPRESSED
+from oneloop.tasks.rows.cache import below, cached_text, content_of, key_of
+from oneloop.tasks.rows.csv_json_lines import COMPRESSED, quotes_of
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
 _IMAGES = (".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff", ".ppm", ".pgm", *_JPEG)
@@ -30,7 +32,14 @@ SPLITS = {
     "test": "test",
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
 }
-"""split by the names of files, folders and hub splits"""
+"""split by the words in names of files, folders and hub splits"""
+# Between letters and others, before a capital (myTrain), and before the last of several (XMLTrain).
+_BORDER = r"(?:\b|(?<=[\W\d_])|(?=[\W\d_])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
+_WORD = re.compile(
+    f"{_BORDER}(?i:({'|'.join(SPLITS)})"
+    f"|(train|validation|valid|dev|test)(?:set|data|file|split)){_BORDER}"
+)
+_HELD_OUT = re.compile("test|valid|dev", re.I)
 # next to images: their labels and other columns
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _COMPRESSED = (*COMPRESSED, ".xz", ".zip")
@@ -51,18 +60,10 @@ class Found(Generic[AnyPath]):
     root: AnyPath
     kind: str
     parts: dict[str, list[AnyPath]]
-    others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
+    notes: list[str] = field(default_factory=list)  # for the log
     where: str = ""  # path or address, for messages
     # of images without metadata: the folder of the class, by folder of the image
     classes: Mapping[AnyPath, AnyPath] = field(default_factory=dict)
-
-    @property
-    def notes(self) -> list[str]:
-        """Return a line for the log about files that are not read."""
-        if not self.others:
-            return []
-        kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
-        return [f"{self.where or self.root}: files that are not read: {kinds}"]
 
     @property
     def regrouped(self) -> dict[str, str]:
@@ -99,7 +100,15 @@ def found(
             f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
         )
     there = [root] if root.is_file() else sorted(_files(root))
-    return chosen(there, root, kinds, whole=whole)
+    made = chosen(there, root, kinds, whole=whole)
+    if made.kind != "tsv":
+        return made
+    key = key_of(content_of(made.files, root))
+    cached = cached_text(f"quotes/{key}.json", lambda: json.dumps(quotes_of(made.files)))
+    kind, line = json.loads(cached)
+    if line:
+        made.notes.append(f"{root}: {line}")
+    return replace(made, kind=kind)
 
 
 def chosen(
@@ -166,8 +175,12 @@ def chosen(
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
         files = [file for file in files if file == root or not file.name.startswith("cache-")]
-    parts = {"": sorted(files)} if whole else parted(files, root, kind, where)
-    return Found(root, kind, parts, dict(sorted(others.items())), where)
+    notes = []
+    if others:
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(others.items()))
+        notes.append(f"{where}: files that are not read: {kinds}")
+    parts = {"": sorted(files)} if whole else parted(files, root, kind, where, notes)
+    return Found(root, kind, parts, notes, where)
 
 
 def _endings(kinds: Iterable[str]) -> str:
@@ -221,8 +234,25 @@ def _reject(error: OSError) -> None:
     raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
 
 
+def split_of(name: str, *, first: bool = False) -> str:
+    """Return the split that a name contains as a word; empty if it contains none.
+
+    Digits, other characters and a capital separate words, as in train1, test_2020 and TestData;
+    also trainset, testdata, devfile. A name with train and another split, train_test, is empty.
+
+    Args:
+        name: of a file, a folder, or a split of the hub.
+        first: whether the word must be the first one.
+    """
+    words = [word for word in _WORD.finditer(name) if not first or not word.start()]
+    splits = [SPLITS[(word[1] or word[2]).lower()] for word in words]
+    if not splits or ("train" in splits and len(set(splits)) > 1):
+        return ""
+    return splits[0]
+
+
 def parted(
-    files: Iterable[AnyPath], root: AnyPath, kind: str, where: str = ""
+    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str, notes: list[str]
 ) -> dict[str, list[AnyPath]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
@@ -232,34 +262,26 @@ def parted(
         files: the files.
         root: the folder of the data set, or its only file.
         kind: their kind.
-        where: address for messages, if the files are not on a disk.
+        where: path or address for messages.
+        notes: gets a line about a name that contains train, test, valid or dev, but no split.
 
     Raises:
-        ValueError: only some files have a split, or none is for training.
+        ValueError: only some files have a split, or none is for training, or the names of two files
+            seem to be different splits.
     """
-    files = list(files)
-    split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
-
-    # Find images without a folder per class: they have metadata, or are directly in their split.
-    # If others have a folder in their split, these images are rejected when their class is read.
-    described = set[PurePath]()
-    if kind == "image":
-        folders = {Path(file.parent) for file in files}
-        described = {folder for folder in folders if metadata_in(folder) is not None}
-    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
-    deep = (file != root and _of_image(file.relative_to(root), False) for file in files)
-    flat = kind == "image" and (all(in_split) or any(deep))
-
     parts: dict[str, list[AnyPath]] = {}
-    for file in files:
-        inside = file.parent in described or flat
-        split = "" if file == root else split_of(file.relative_to(root), inside)
-        parts.setdefault(split, []).append(file)
+    words: dict[AnyPath, list[str]] = {}
+    for file, folders, names in _names(files, root, kind):
+        # A folder with exactly the name of a split decides first.
+        exact = [SPLITS.get(folder.lower(), "") for folder in folders]
+        splits = [*exact, *(split_of(name, first=kind == "text") for name in names)]
+        parts.setdefault(next(filter(None, splits), ""), []).append(file)
+        words[file] = names
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
+        notes += _about(words, where)
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
-    where = where or str(root)
     if "" in parts:
         raise ValueError(
             f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
@@ -283,40 +305,73 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
 
 def is_split(names: Iterable[str], split: str) -> bool:
     """Return whether all names are those of this split, if there is one."""
-    return bool(split) and all(_first_split([name]) == split for name in names)
+    return bool(split) and all(split_of(name) == split for name in names)
 
 
-def _of_rows(path: PurePath, inside: bool) -> str:
-    """Return the split by a folder at any depth or a word of the file name.
+def _names(
+    files: Sequence[AnyPath], root: AnyPath, kind: str
+) -> Iterator[tuple[AnyPath, Sequence[str], list[str]]]:
+    """Yield each file, the folders that may be splits, and the names that may contain them.
 
-    A file name may be ``train-00000-of-00002.parquet``.
+
+    - Rows: the file (``train-00000-of-00002.parquet``), and folders at any depth.
+    - Images: the folders above the class folder. If there is none, images have metadata, or are
+      directly in their split.
+    - Text: the first folder, or the file. Deeper folders are ignored, because code has test/ and
+      dev/ folders, too. train.py is code.
+
+    The name of a folder that holds all files does not matter, unless it is exactly a split.
     """
-    return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
+    described = set[PurePath]()
+    if kind == "image":
+        folders = {Path(file.parent) for file in files}
+        described = {folder for folder in folders if metadata_in(folder) is not None}
+    # If an image has a class folder in its split, an image without one is rejected later.
+    flat = all(split_of(file.parent.name) for file in files)
+    flat = flat or any(
+        split_of(name) for file in files for name in file.relative_to(root).parts[:-2]
+    )
+    shared = len(PurePath(os.path.commonpath([file.parent for file in files])).parts)
+    for file in files:
+        path = PurePath() if file == root else file.relative_to(root)
+        above = path.parts[:-1]
+        names = [path.name]
+        if kind == "image":
+            names = []
+            above = above if flat or file.parent in described else above[:-1]
+        elif kind == "text":
+            above = above[:1]
+            names = [] if above or path.suffix == ".py" else names
+        yield file, above, [*names, *above[max(0, shared - len(root.parts)) :]]
 
 
-def _of_image(path: PurePath, inside: bool) -> str:
-    """Return the split by a folder above the class folder."""
-    return _first_split(path.parts[:-1] if inside else path.parts[:-2])
+def _about(names: Mapping[AnyPath, list[str]], where: str) -> list[str]:
+    """Return a line about a name that contains train, test, valid or dev, if there is one.
 
+    Args:
+        names: the names that may contain splits, by file.
+        where: path or address for messages.
 
-def _first_split(words: Iterable[str]) -> str:
-    """Return the split of the first word that is the name of one; empty if there is none."""
-    for word in words:
-        if word.lower() in SPLITS:
-            return SPLITS[word.lower()]
-    return ""
-
-
-def _of_text(path: PurePath, inside: bool) -> str:
-    """Return the split by the first folder or the first word of the file name.
-
-    Deeper folders are ignored, because code has test/ and dev/ folders, too. train.py is code.
+    Raises:
+        ValueError: names of two files seem to be different splits.
     """
-    if len(path.parts) > 1:
-        return SPLITS.get(path.parts[0].lower(), "")
-    if path.suffix == ".py":
-        return ""
-    return SPLITS.get(re.split(r"[-_.]", path.name)[0].lower(), "")
+    if any(file.suffix == ".py" for file in names):
+        return []
+    several = [(file, name) for file, own in names.items() for name in own]
+    training = [(file, name) for file, name in several if "train" in name.lower()]
+    held_out = [(file, name) for file, name in several if _HELD_OUT.search(name)]
+    for (file, name), (other_file, other) in product(training, held_out):
+        if file != other_file:
+            raise ValueError(
+                f"{where!r} has no names of splits, but {name!r} contains train, and {other!r} "
+                "contains test, valid or dev; rename them train.… and test.… (validation.…), or "
+                "remove these words from their names"
+            )
+    lines = [
+        f"{where}: {name!r} does not name one split, so all files are one set"
+        for _, name in training + held_out
+    ]
+    return lines[:1]
 
 
 def metadata_in(folder: Path) -> Path | None:

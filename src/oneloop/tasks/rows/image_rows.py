@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.tasks.rows.cache import below
+from oneloop.tasks.rows.column_types import Columns
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
-from oneloop.tasks.rows.find_files import SPLITS, Found, is_split, kind_of, metadata_in, parted
+from oneloop.tasks.rows.find_files import (
+    Found,
+    is_split,
+    kind_of,
+    metadata_in,
+    parted,
+)
 from oneloop.tasks.rows.objects import with_fields
-from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
 LABEL = "label"
@@ -62,8 +68,8 @@ def image_rows(
             rows.append({IMAGE: str(file), LABEL: label})
 
     columns = Columns()
-    columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
-    table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
+    columns.add(rows, files)
+    table = pyarrow.Table.from_arrays(columns.arrays(rows, files), schema=columns.schema())
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 
@@ -81,7 +87,8 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
     if _metadata_files(there):
         return {}
     try:
-        splits = parted(there.files, there.root, there.kind)  # also of images read as one set
+        # Also of images that are read as one set.
+        splits = parted(there.files, there.root, there.kind, there.where, [])
     except ValueError:
         splits = there.parts
 
@@ -138,7 +145,7 @@ def empty_classes(there: Found[Path]) -> list[Path]:
         folder = Path(name)
         if inside or any(kind_of(Path(file)) for file in names):
             continue
-        if folder.name.lower() not in SPLITS and classes.isdisjoint((folder, *folder.parents)):
+        if not split_of(folder.name) and classes.isdisjoint((folder, *folder.parents)):
             empty.append(folder)
     return sorted(empty)
 

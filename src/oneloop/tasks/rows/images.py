@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.rows.cached_arrays import ragged
-from oneloop.tasks.rows.rows import Row, Rows
+from oneloop.tasks.rows.rows import Row, Rows, Unreadable
 
 _VERSION = 3  # version of the check; increase it if its result for the same image changes
 _CONVERTED = {
@@ -54,7 +54,7 @@ def decoded(value: Any, *, limit: int) -> Any:
         limit: largest number of pixels.
 
     Raises:
-        ValueError: the image is damaged or has more pixels.
+        Unreadable: the image is damaged or has more pixels.
     """
     return _read(value, limit).image
 
@@ -97,7 +97,7 @@ def _read(value: Any, limit: int) -> _Decoded:
         data = value.get("bytes")
         path = value.get("path")
     if data is None and path is None:
-        raise ValueError("the image is missing")
+        raise Unreadable("the image is missing")
     try:
         with warnings.catch_warnings():
             # task.pixel_limit is the limit, not Pillow's.
@@ -125,7 +125,8 @@ def _read(value: Any, limit: int) -> _Decoded:
                 )
             return _Decoded(upright.convert("RGB"), mode, turned)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
+        what = path or "the image"
+        raise Unreadable(f"{what} cannot be read as an image: {error}") from error
 
 
 def _turn_of(image: Any) -> Any:

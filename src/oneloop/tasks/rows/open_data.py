@@ -6,7 +6,7 @@ from typing import Any
 
 from oneloop.data.mixture import Mixture
 from oneloop.task_protocol.protocol import Task
-from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
+from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables, with_texts
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.image_rows import class_folders
 from oneloop.tasks.rows.parquet import parquets
@@ -129,9 +129,17 @@ def first_columns(
 def _named(
     source: Source, window: int, kinds: Sequence[str], *, whole: bool = False
 ) -> Mapping[str, Rows]:
-    """Return :func:`_rows_of`; add the task's key to an error about a missing column."""
+    """Return :func:`_rows_of` without texts that are not UTF-8.
+
+    Add the task's key to an error about a missing column.
+    """
     try:
-        return _rows_of(source, window, kinds, whole=whole)
+        splits = dict(_rows_of(source, window, kinds, whole=whole))
+        for split, rows in splits.items():
+            # Others are checked while they are read.
+            if not is_remote(rows):
+                splits[split] = with_texts(rows, rows.types, source.skipped)
+        return splits
     except NoColumn as error:
         keys: dict[str, None] = {}
         for key, name in source.columns.items():

@@ -78,7 +78,6 @@ class Parquet:
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
-        self._kinds: dict[str, Any] = {}  # Arrow's type of each column, decoded
         groups: list[tuple[int, ...]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
@@ -117,8 +116,6 @@ class Parquet:
 
     def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, ...]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
-        import pyarrow
-
         schema = file.schema
         metadata = file.metadata
         fields = {}
@@ -137,10 +134,6 @@ class Parquet:
                         f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
-        for column, field in fields.items():
-            kind = field.type
-            # Categories of pandas are texts with an index.
-            self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
         found = list[tuple[int, ...]]()
         first = 0
@@ -173,7 +166,7 @@ class Parquet:
                     picked = np.delete(np.arange(len(array)), picked)
                 array = array.take(picked)
             for start in range(0, len(array), _SLICE):
-                yield decoded_column(array.slice(start, _SLICE), self._kinds[column])
+                yield decoded_column(array.slice(start, _SLICE), self._types[column])
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
@@ -188,15 +181,18 @@ class Parquet:
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = int(np.searchsorted(self._firsts, index, side="right")) - 1
-        row = int(index - self._firsts[group])
+        return group, int(self._stored(group, index - self._firsts[group]))
+
+    def _stored(self, group: int, rows: Any) -> Any:
+        """Return the numbers of selected rows in their group as stored."""
         if self._picked is None:
-            return group, row
+            return rows
         picked = self._picked[group]
         if not self._exclude:
-            return group, int(picked[row])
-        # Skip the excluded rows that are stored before this one.
+            return picked[rows]
+        # Skip the excluded rows that are stored before these.
         before = picked - np.arange(len(picked))
-        return group, row + int(np.searchsorted(before, row, side="right"))
+        return rows + np.searchsorted(before, rows, side="right")
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
@@ -269,9 +265,14 @@ class Parquet:
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
         made._picked = []
-        for start, end, first in zip(bounds, bounds[1:], self._firsts, strict=False):
-            made._picked.append(indices[start:end] - first)
-        made._exclude = exclude
+        for group, first in enumerate(self._firsts.tolist()):
+            rows = self._stored(group, indices[bounds[group] : bounds[group + 1]] - first)
+            if exclude and self._picked is not None:
+                # Exclude more rows, or pick fewer.
+                combined = np.union1d if self._exclude else np.setdiff1d
+                rows = combined(self._picked[group], rows)
+            made._picked.append(rows)
+        made._exclude = exclude and (self._exclude or self._picked is None)
         counts = np.diff(bounds)
         made._number(self.sizes - counts if exclude else counts)
         return made

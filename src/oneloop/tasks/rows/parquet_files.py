@@ -1,6 +1,8 @@
 """Parquet files as :class:`oneloop.tasks.rows.parquet.Parquet` reads them: a footer, and groups."""
 
+import json
 import os
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -217,8 +219,24 @@ def _opened(path: Path, dictionaries: Sequence[str]) -> Any:
 
 
 def decoded_column(array: Any, kind: Any) -> Any:
-    """Return an array with its texts decoded: of the type ``kind``."""
-    return array if array.type == kind else array.cast(kind)
+    """Return an array without dictionaries and views, which few functions of Arrow can read.
+
+    Args:
+        array: values of a column.
+        kind: the column's type, of :func:`plain_features`.
+    """
+    from datasets import Features
+
+    stored = str(array.type)  # also of lists
+    if "dictionary<" in stored or "_view" in stored:
+        return array.cast(Features({"": kind}).arrow_schema.field(0).type)
+    return array
+
+
+def plain_features(features: Any) -> Any:
+    """Return features of ``datasets`` in which views of texts and bytes are texts and bytes."""
+    described = re.sub(r'("dtype": "\w+)_view"', r'\1"', json.dumps(features.to_dict()))
+    return type(features).from_dict(json.loads(described))
 
 
 def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
@@ -246,7 +264,7 @@ def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, A
             while column not in features:
                 features = features.flatten(max_depth=2)
             types[column] = features[column]
-        return types
+        return dict(plain_features(Features(types)))
     except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{field.name} is {field.type}" for field in stored)
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error

@@ -5,13 +5,12 @@ A disk is read completely before a run. To do so over a network would be a downl
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from oneloop.tasks.rows.rows import FINDINGS, Findings, Row
+from oneloop.tasks.rows.rows import Row
 
 _ROWS = 1000  # rows that are checked before a run, about
 _BYTES = 64 << 20  # as stored, of the row groups that these rows are in
@@ -69,24 +68,6 @@ def reject_large_labels(rows: Any, column: str) -> None:
             "store the names of the classes in the schema (ClassLabel of datasets), or copy the "
             "data to a disk"
         )
-
-
-@contextmanager
-def lenient(rows: Any, *, skip: bool) -> Iterator[None]:
-    """Let remote rows that cannot be used pass, if they are left out while they are read.
-
-    Args:
-        rows: the rows that are checked.
-        skip: whether rows may be left out.
-    """
-    if not (skip and is_remote(rows) and FINDINGS.get() is None):
-        yield
-        return
-    token = FINDINGS.set(Findings())
-    try:
-        yield
-    finally:
-        FINDINGS.reset(token)
 
 
 def while_reading(

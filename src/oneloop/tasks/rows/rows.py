@@ -19,6 +19,7 @@ from oneloop.basics.progress import tracked
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 
 Row = dict[str, Any]
 
@@ -85,6 +86,10 @@ class Rows(Protocol):
         """
 
 
+class Unreadable(ValueError):
+    """A row that cannot be read, which ``task.unreadable skip`` leaves out."""
+
+
 # of Parquet, an image set or a mixture; samples that are made of such rows have them, too
 _OF_THE_ROWS = ("about", "announce", "fingerprint", "sources", "traffic", "waits")
 
@@ -98,7 +103,7 @@ class Mapped:
     Args:
         rows: the rows.
         make: converts a row to a sample.
-        skip: raise SkipSample in place of ValueError, so that a run leaves out the row.
+        skip: raise SkipSample if a row cannot be read, so that a run leaves it out.
     """
 
     def __init__(self, rows: Any, make: Callable[[Any], Any], *, skip: bool = False) -> None:
@@ -111,13 +116,20 @@ class Mapped:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        row = self.rows[index]
+        try:
+            row = self.rows[index]
+        except UnicodeDecodeError as error:
+            raise self._wrong(index, Unreadable(f"a text {NOT_UNICODE}")) from error
         try:
             return self.make(row)
         except Exception as error:
-            leaves_out = self.skip and isinstance(error, ValueError)
-            kind = SkipSample if leaves_out else ValueError
-            raise kind(f"{self.where(index)}: {error}") from error
+            raise self._wrong(index, error) from error
+
+    def _wrong(self, index: int, error: Exception) -> ValueError:
+        """Return the error about a row."""
+        leaves_out = self.skip and isinstance(error, Unreadable)
+        kind = SkipSample if leaves_out else ValueError
+        return kind(f"{self.where(index)}: {error}")
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""

@@ -18,16 +18,20 @@ from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
-from oneloop.tasks.rows.csv_json_lines import FileRow, about_one_object, csv_columns, file_rows
+from oneloop.tasks.rows.column_types import Columns, JsonRows, Misfit
+from oneloop.tasks.rows.csv_json_lines import (
+    DIALECTS,
+    FileRow,
+    about_one_object,
+    csv_columns,
+    file_rows,
+)
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import OBJECTS, as_json, with_fields
+from oneloop.tasks.rows.objects import with_fields
 
-_JsonRows = Sequence[Mapping[str, Any]]
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
 _VERSION = 6  # version of the conversion; increase it if the result for the same files changes
-MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
-_DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
 _STARTED = time.time()  # of this process
 
 
@@ -40,11 +44,13 @@ class Converted:
         unreadable: index, position, reason and column of each row that cannot be read; column None:
             the whole row.
         about: how the rows seem to be stored, if the file is one JSON object; for messages.
+        names: names of the files by number of the first row, if they are known.
     """
 
     dataset: Any
     unreadable: Sequence[tuple[int, str, str, str | None]]
     about: str
+    names: Mapping[int, str]
 
 
 def converted(
@@ -97,7 +103,8 @@ def converted(
     unreadable = []
     for index, number, line, why, column in report["unreadable"]:
         unreadable.append((index, f"{filled[number]}, line {line}", why, column))
-    return Converted(dataset, unreadable, report["about"])
+    names = {first: str(filled[number]) for first, number in report["firsts"]}
+    return Converted(dataset, unreadable, report["about"], names)
 
 
 def _convert(
@@ -114,7 +121,7 @@ def _convert(
     try:
         if found.kind == "json":
             _write_json(files, report, draft, fields)
-        elif found.kind in ("csv", "tsv"):
+        elif found.kind in DIALECTS:
             _write(_csv(files, found.kind, report), draft)
         else:
             _by_datasets(found, files, draft)
@@ -164,11 +171,13 @@ class _Report:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.rows = 0
+        self._firsts = dict[int, int]()  # number of the first row, by file
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
+        self._firsts.setdefault(file, self.rows)
         for row in rows:
             if row.values is None:
                 self.unreadable.append((self.rows, file, row.line, row.why, None))
@@ -185,8 +194,10 @@ class _Report:
         if whole and len(whole) == self.rows:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
+        firsts = [(first, file) for file, first in self._firsts.items()]
+        noticed = {"unreadable": self.unreadable, "about": self._about, "firsts": firsts}
         with replacing(file) as draft:
-            draft.write_text(json.dumps({"unreadable": self.unreadable, "about": self._about}))
+            draft.write_text(json.dumps(noticed))
 
 
 def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
@@ -246,9 +257,8 @@ def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Seq
     """
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
-    for number, rows in _in_batches(files, "json"):
-        report.add(number, rows)
-        columns.add(files[number], [with_fields(row.values or {}, fields) for row in rows])
+    for rows, places in _json_batches(files, report, fields):
+        columns.add(rows, places)
     for _ in range(1 + len(columns.types)):
         try:
             _write(_json(files, columns, fields), draft)
@@ -257,106 +267,23 @@ def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Seq
             columns.mix(error.column, error.why)
 
 
-def _json(files: Sequence[Path], columns: "Columns", fields: Sequence[str]) -> Iterator[Any]:
+def _json(files: Sequence[Path], columns: Columns, fields: Sequence[str]) -> Iterator[Any]:
     """Yield batches of the rows of JSON files."""
     import pyarrow
 
     schema = columns.schema()
-    for _, rows in _in_batches(files, "json"):
-        values = [with_fields(row.values or {}, fields) for row in rows]
-        yield pyarrow.record_batch(columns.arrays(values), schema)
+    for rows, places in _json_batches(files, _Report(files), fields):
+        yield pyarrow.record_batch(columns.arrays(rows, places), schema)
 
 
-class Misfit(Exception):
-    """Values of a column do not fit the type that other rows need: a large integer and a float.
-
-    Args:
-        column: its name.
-        why: the reason.
-    """
-
-    def __init__(self, column: str, why: str) -> None:
-        super().__init__(f"{column}: {why}")
-        self.column = column
-        self.why = why
-
-
-class Columns:
-    """The columns of rows, as far as the rows are known, to store them in Arrow."""
-
-    def __init__(self) -> None:
-        self.types: dict[str, Any] = {}  # Arrow type by name
-        # columns that become JSON text, by name: "" for objects, an error for several types
-        self.nested: dict[str, str] = {}
-
-    def add(self, file: Path, rows: _JsonRows) -> None:
-        """Widen the types to these rows of a file."""
-        import pyarrow
-
-        names: dict[str, None] = {}  # in order of appearance
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        for name in names:
-            if any(_holds_objects(row.get(name)) for row in rows):
-                self.nested.setdefault(name, "")
-            try:
-                self.types[name] = self._widened(name, rows)
-            except (pyarrow.ArrowException, OverflowError) as error:
-                self.mix(name, f"{error} ({file.name})")
-
-    def mix(self, name: str, why: str) -> None:
-        """Make a column JSON text, which no task can read; the others can be read."""
-        import pyarrow
-
-        self.nested[name] = f"{MIXED}: {' '.join(why.split())}"
-        self.types[name] = pyarrow.string()
-
-    def _widened(self, name: str, rows: _JsonRows) -> Any:
-        """Return the type of a column that holds these rows and the earlier ones."""
-        import pyarrow
-
-        if name in self.nested:
-            return pyarrow.string()
-        new = pyarrow.array(self._values(name, rows)).type
-        old = self.types.get(name, new)
-        both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
-        kind = pyarrow.unify_schemas(both, promote_options="permissive").types[0]
-        if str(kind).count("list<") > _DEEPEST:
-            raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
-        return kind
-
-    def schema(self) -> Any:
-        """Return the Arrow schema; it marks the columns of JSON text."""
-        import pyarrow
-        from datasets import Features, Value
-
-        features = Features.from_arrow_schema(pyarrow.schema(self.types))
-        for name, about in self.nested.items():
-            features[name] = Value("string", id=about or OBJECTS)
-        return features.arrow_schema
-
-    def arrays(self, rows: _JsonRows) -> list[Any]:
-        """Return these rows as Arrow arrays, one for each column."""
-        import pyarrow
-
-        arrays = []
-        for name, kind in self.types.items():
-            try:
-                arrays.append(pyarrow.array(self._values(name, rows), kind))
-            except (pyarrow.ArrowException, OverflowError) as error:
-                raise Misfit(name, str(error)) from error
-        return arrays
-
-    def _values(self, name: str, rows: _JsonRows) -> list[Any]:
-        """Return the values of a column, None if a row lacks it; beside objects, as JSON text."""
-        values = [row.get(name) for row in rows]
-        return list(map(as_json, values)) if name in self.nested else values
-
-
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_holds_objects, value))
-    return isinstance(value, dict)
+def _json_batches(
+    files: Sequence[Path], report: _Report, fields: Sequence[str]
+) -> Iterator[tuple[JsonRows, list[str]]]:
+    """Yield rows of JSON files and their positions; add the rows to the report."""
+    for number, rows in _in_batches(files, "json"):
+        report.add(number, rows)
+        places = [f"line {row.line} of {files[number].name}" for row in rows]
+        yield [with_fields(row.values or {}, fields) for row in rows], places
 
 
 def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 from oneloop.basics.bucket import StoreError, ends_program, is_address
 from oneloop.basics.seeds import own_generators
-from oneloop.tasks.rows.find_files import KINDS, SPLITS, Found, chosen
+from oneloop.tasks.rows.find_files import KINDS, Found, chosen, split_of
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
@@ -121,7 +121,7 @@ def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
     for item, footer in zip(items, footers(store, items), strict=True):
         file = RemoteFile(address, item, store.where(item), footer)
         opened[PurePosixPath(item.name)] = file
-    return RemoteFound(root, "parquet", files.parts, files.others, address, opened=opened)
+    return RemoteFound(root, "parquet", files.parts, files.notes, address, opened=opened)
 
 
 def _conversion(kind: str) -> str:
@@ -181,7 +181,7 @@ def _chosen(name: str, folders: Sequence[str], config: str) -> str:
     """Return the folder of a configuration; empty: all of them belong to one."""
     if config in folders and config:
         return config
-    if not config and all(folder in {"", "data", *SPLITS} for folder in folders) and folders:
+    if not config and folders and all(split_of(one) or one in ("", "data") for one in folders):
         return ""
     if not config and len(folders) == 1:
         return folders[0]

@@ -208,10 +208,12 @@ def _wrong(metadata: Any, end: int) -> str:
             if chunk.file_path:
                 return f"claims that {which} is in another file"
             start, stop = _span(chunk)
-            if not len(_MAGIC) <= start <= stop <= end:
+            # A group of 0 rows has no pages, and so no offsets.
+            if group.num_rows and not len(_MAGIC) <= start <= stop <= end:
                 return f"claims that {which} has the bytes {start:,} to {stop:,} of {end:,}"
             flat = metadata.schema.column(index).max_repetition_level == 0
-            if chunk.num_values < 0 or chunk.total_uncompressed_size < 0:
+            sizes = chunk.total_compressed_size, chunk.total_uncompressed_size
+            if min(chunk.num_values, *sizes) < 0:
                 return f"has negative counts ({which})"
             if flat and chunk.num_values != group.num_rows:
                 return f"has {chunk.num_values:,} values of {group.num_rows:,} rows ({which})"
