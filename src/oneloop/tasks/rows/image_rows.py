@@ -15,6 +15,7 @@ from oneloop.tasks.rows.find_files import (
     kind_of,
     metadata_in,
     parted,
+    split_of,
 )
 from oneloop.tasks.rows.objects import with_fields
 
