@@ -18,6 +18,7 @@ from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices, encoded, first_value
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
@@ -134,7 +135,7 @@ class Reward(PairRows):
         return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["reward", self.length, self.overlong]
+        return ["reward with cut", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         if columns.get("messages"):
@@ -265,6 +266,7 @@ class Reward(PairRows):
 class RewardPairs(PaddedPairs):
     """Pairs with their margins. The rejected side of a single answer is empty."""
 
+    targets = False
     warning = ""
 
     def __getitem__(self, index: int) -> Any:
@@ -318,7 +320,7 @@ def _pair_or_answer(
     """
     if columns["chosen"]:
         return encoded_pair(row, columns, tokenizer, chat, length=_ANY_LENGTH)
-    tokens = encoded(row, columns, tokenizer, chat)
+    tokens = apart(encoded(row, columns, tokenizer, chat))[0]
     return np.concatenate([np.array([len(tokens), 0], np.int32), tokens])
 
 

@@ -17,6 +17,7 @@ from oneloop.tasks.language.encoder_decoder import (
     t5_from_scratch,
 )
 from oneloop.tasks.language.generation import generated_texts
+from oneloop.tasks.language.kept_texts import apart, kept_notes, references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.number_words import NUMBERS, NumberWords
@@ -54,8 +55,9 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
+from oneloop.tasks.text_notes import unknown_notes
 
-_CACHE_VERSION = 1  # increase it if the tokens of a row change
+_CACHE_VERSION = 2  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target
 
 
@@ -171,8 +173,7 @@ class Seq2Seq(TokenTargets):
             splits = {}
             for split, rows in one.parts.items():
                 splits[split] = self._samples(one, rows, overlong)
-                notes = splits[split].notes(overlong)
-                self._data_notes += [f"{split}: {note}" for note in notes]
+                self._data_notes += [f"{split}: {note}" for note in splits[split].remarks]
             samples.append(splits)
         self._sets = combined(sources, samples)
         self._data_notes = [*notes_of(sources), *self._data_notes]
@@ -245,7 +246,14 @@ class Seq2Seq(TokenTargets):
         if left_out:
             content["skipped"] = key_of(left_out)
         ends = self.tokenizer.all_special_ids
-        return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
+        made = SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
+        made.remarks = [
+            *made.notes(overlong),
+            *unknown_notes(texts, self.tokenizer, "sources", signs=(-1,)),
+            *unknown_notes(texts, self.tokenizer, "targets", signs=(0,)),
+            *kept_notes(texts, self._answer, "targets"),
+        ]
+        return made
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
         local_only(data)
@@ -336,10 +344,10 @@ class Seq2Seq(TokenTargets):
         return text_metrics(self.text_metrics)
 
     def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        update_texts(metrics, texts, self._targets(batch["target"]))
+        update_texts(metrics, texts, references(batch, self._targets(batch["target"])))
 
     def _targets(self, target: Tensor) -> list[str]:
-        """Return the targets of a batch as texts."""
+        """Return the targets of a batch, decoded."""
         texts = []
         for row in target.tolist():
             texts.append(self._answer([token for token in row if token != IGNORE]))
@@ -351,13 +359,16 @@ class Seq2Seq(TokenTargets):
         A sample with a target also has metrics.
         """
         sources = [self._answer(row) for row in batch["input"].tolist()]
-        targets = [text or None for text in self._targets(batch["target"])]
+        decoded = self._targets(batch["target"])
+        targets = [text or None for text in references(batch, decoded)]
         metrics = super().predicted(batch, outputs)
         return {"source": sources, "answer": outputs["texts"], "target": targets, **metrics}
 
     def show(self, sample: Pair, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return source and target, and what the model wrote."""
-        source, target = (self._answer(tokens.tolist()) for tokens in sample)
+        tokens, text = apart(sample[1])
+        source = self._answer(sample[0].tolist())
+        target = text or self._answer(tokens.tolist())
         shown = {"text": source, "target": target}
         if "texts" in outputs:
             shown |= {"prompt": source, "continuation": outputs["texts"]}

@@ -35,6 +35,7 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
+from oneloop.tasks.text_notes import unknown_notes
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 Encode = Callable[..., Any]
@@ -125,9 +126,15 @@ class AnswerRows(LanguageModel):
             texts.append(
                 {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             )
+            for split, (tokens, _) in texts[-1].items():
+                self._data_notes += [f"{split}: {line}" for line in self._remarks(tokens)]
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
         return texts
+
+    def _remarks(self, texts: Ragged) -> list[str]:
+        """Return log lines about what the tokenizer does not know."""
+        return unknown_notes(texts, self.tokenizer, "texts")
 
     def _packaged(self) -> Source:
         """Return the packaged data set ``lessons``."""
@@ -213,7 +220,11 @@ class AnswerRows(LanguageModel):
         # Do not skip rows of ``oneloop predict``: each row needs its answer.
         skip = source.skipped is not None and source.parts.keys() != {"all"}
         texts = ragged(
-            rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
+            rows,
+            encode,
+            made_by=[*cache_key, "kept texts"],
+            what=f"tokenizing {source.where}",
+            skip=skip,
         )
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:

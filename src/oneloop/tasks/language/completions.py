@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.tasks.language.kept_texts import BYTE, with_text
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 _INSPECTED = 100  # number of texts
@@ -14,6 +15,7 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
+    The completion's text follows if the tokens do not give it back.
     A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
     prompt is empty.
     """
@@ -25,7 +27,8 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
         raise ValueError(
             "the prompt is empty, so the completion's first token could not be trained; fill it"
         )
-    return np.where(np.arange(len(array)) < border, ~array, array)
+    array = np.where(np.arange(len(array)) < border, ~array, array)
+    return with_text(array, completion, tokenizer)
 
 
 def whole_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
@@ -104,7 +107,8 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
     stop = texts.ends[min(_INSPECTED, len(texts.ends)) - 1]
     # Read backwards: the first token of a trained turn that is not blank is its end.
     inside = False
-    for token in reversed(texts.values[:stop].tolist()):
+    values = texts.values[:stop]
+    for token in reversed(values[values < BYTE].tolist()):
         if token in special and not inside:
             ends.add(token)
         if token < 0:

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.conversations import first_value
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
+from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair, pair_choices
 from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.text_notes import unknown_notes
 
 
 class PairRows(AnswerRows):
@@ -76,6 +77,9 @@ class PairRows(AnswerRows):
         self.pairs["data"] = made
         return made
 
+    def _remarks(self, texts: Ragged) -> list[str]:
+        return unknown_notes(texts, self.tokenizer, "pairs", head=HEAD)
+
     def _packaged(self) -> Source:
         columns = dict.fromkeys(self.columns, "")
         columns |= {key: key for key in ("prompt", *SIDES)}
@@ -90,7 +94,7 @@ class PairRows(AnswerRows):
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["pair", self.length, self.overlong]
+        return ["pair with cut", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         # A text prompt may stand beside conversations.

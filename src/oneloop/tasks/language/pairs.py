@@ -1,8 +1,8 @@
 """Rows as pairs of answers to one prompt: as tokens, in TRL's column layouts.
 
-A pair is one array: the number of tokens of the chosen side, the bits of the margin (float32), the
-tokens of the chosen side, and those of the rejected side. Each side is a prompt, as complements
-(:mod:`oneloop.tasks.language.sequences`), and an answer.
+A pair is one array: the number of tokens of the chosen side (its complement if an answer is cut),
+the bits of the margin (float32), the tokens of the chosen side, and those of the rejected side.
+Each side is a prompt, as complements (:mod:`oneloop.tasks.language.sequences`), and an answer.
 """
 
 import json
@@ -17,6 +17,7 @@ from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation, encoded, is_text
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]
@@ -60,7 +61,7 @@ def encoded_pair(
             tokens = encoded(completed, named, tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
-        sides.append(tokens)
+        sides.append(apart(tokens)[0])
 
     # Drop a pair that is too long, or cut the ends of its answers.
     long = [len(tokens) > length + 1 for tokens in sides]
@@ -69,7 +70,8 @@ def encoded_pair(
     cut = [tokens[: length + 1] for tokens in sides]
     _check_cut(sides, cut, length)
     margin = np.array([_margin(row, columns)], np.float32)
-    head = np.array([len(cut[0]), *margin.view(np.int32)], np.int32)
+    size = ~len(cut[0]) if any(long) else len(cut[0])
+    head = np.array([size, *margin.view(np.int32)], np.int32)
     return np.concatenate([head, *cut])
 
 

@@ -17,7 +17,9 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
+from oneloop.tasks.language.kept_texts import BYTE, stops_of
 from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.text_notes import cut_notes, limit_of
 
 IGNORE = -100  # ignored target
 
@@ -47,6 +49,9 @@ class Spans:
     without: int  # number of samples without a target, which are dropped
     whole: int  # number of texts
 
+    lost: int = 0  # number of texts that lose the end of an answer
+    kept: NDArray[np.int64] | None = None  # range of each sample's kept text
+
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -61,14 +66,23 @@ class Spans:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
 
+    def whole_sample(self, index: int) -> Any:
+        """Return a sample, followed by the kept text of its answer (see ``kept_texts``)."""
+        sample = self[index]
+        if self.kept is None or self.kept[index, 0] == self.kept[index, 1]:
+            return sample
+        return np.append(sample, self.tokens[slice(*self.kept[index])])
+
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
-        lines = []
-        if self.overlong:
-            lines.append(
-                f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens "
-                f"and are {_ACTIONS[overlong]}"
-            )
+        lines = cut_notes(
+            self.overlong,
+            self.whole,
+            "texts",
+            limit=limit_of(self.length, targets=self.draw is _same),
+            action=_ACTIONS[overlong],
+            lost=self.lost,
+        )
         if self.without:
             lines.append(f"{self.without:,} samples have no token to train on and are dropped")
         return lines
@@ -90,6 +104,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     length -= special
     starts, stops = _ranges(texts)
     ends = stops
+    firsts = starts
     text = np.arange(len(stops))
     long = stops - starts > length + 1
     if overlong == "cut":
@@ -106,6 +121,13 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         starts = starts[text] + number * length
         stops = np.minimum(starts + length + 1, stops[text])
 
+    # Find the texts whose answers are cut, and the kept text of the first piece of each text.
+    lost = 0
+    if overlong == "cut":
+        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
+    kept = np.stack([ends, np.asarray(texts.ends, dtype=np.int64)], axis=1)[text]
+    kept[starts > firsts[text]] = 0
+
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
     made = Spans(
@@ -118,6 +140,8 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         overlong=long.sum(),
         without=(~keep).sum(),
         whole=len(long),
+        lost=lost,
+        kept=kept[keep],
         special=special,
     )
     if not len(made):
@@ -127,13 +151,13 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
 
 def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and the stop of each text in ``texts.values``."""
-    stops = np.asarray(texts.ends, dtype=np.int64)
-    return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
+    ends = np.asarray(texts.ends, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), ends])[:-1], stops_of(texts)
 
 
 def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """Return the error message if no sample is left."""
-    trained = np.flatnonzero(np.asarray(texts.values) >= 0)
+    trained = np.flatnonzero((texts.values >= 0) & (texts.values < BYTE))
     if not len(trained):
         return (
             f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
@@ -200,7 +224,9 @@ class Pieces:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return (
-            self.spans[index] if self.outputs is None else (self.spans[index], self.outputs[index])
+            self.spans.whole_sample(index)
+            if self.outputs is None
+            else (self.spans.whole_sample(index), self.outputs[index])
         )
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -274,6 +300,7 @@ class Prompts(Padded):
             overlong=cut,
             without=0,
             whole=len(stops),
+            kept=np.stack([stops, np.asarray(texts.ends)], axis=1),
         )
         super().__init__(prompts, content)
         self.warning = ""
@@ -284,10 +311,10 @@ class Prompts(Padded):
             )
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = super().__getitem__(index)
+        tokens: NDArray[np.int32] = self.spans[index]
         length = self.spans.length
         if len(tokens) <= length + 1:
-            return tokens
+            return np.asarray(super().__getitem__(index))
         # Keep the end of the prompt, without the answer; ~0 stands for the token that is no input.
         targets = np.flatnonzero(tokens >= 0)
         end = targets[0] if len(targets) else -1
