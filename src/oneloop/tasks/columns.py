@@ -289,6 +289,9 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
         missing = values.is_null()
         if hasattr(kind, "names"):
             missing = compute.or_(missing, compute.less(compute.fill_null(values, -1), 0))
+            if lists:  # a tag of -100 is ignored
+                ignored = compute.equal(compute.fill_null(values, -1), -100)
+                missing = compute.and_not(missing, ignored)
         elif distinct and is_text(kind):
             missing = compute.or_(missing, compute.equal(compute.fill_null(values, ""), ""))
         missing = missing.to_numpy(zero_copy_only=False)
@@ -326,7 +329,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             )
         before += len(array)
         # Over a network, read only until all classes of the schema have occurred.
-        if distinct and is_remote(rows) and len(seen) == len(getattr(kind, "names", ())):
+        if distinct and is_remote(rows) and len(seen - {-100}) == len(getattr(kind, "names", ())):
             break
     return sorted(seen)
 

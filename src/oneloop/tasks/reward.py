@@ -266,7 +266,7 @@ class Reward(PairRows):
 class RewardPairs(PaddedPairs):
     """Pairs with their margins. The rejected side of a single answer is empty."""
 
-    targets = False
+    unit = "tokens"
     warning = ""
 
     def __getitem__(self, index: int) -> Any:

@@ -14,7 +14,14 @@ _AROUND = 8  # tokens that an example shows before and after an unknown one
 
 
 def cut_notes(
-    count: int, total: int, what: str, *, limit: str, action: str, lost: int = 0
+    count: int,
+    total: int,
+    what: str,
+    *,
+    limit: str,
+    action: str,
+    lost: int = 0,
+    loses: str = "of {:,} the answer loses its end",
 ) -> list[str]:
     """Return a line about texts that are longer than a limit; none if there are none.
 
@@ -24,22 +31,24 @@ def cut_notes(
         what: plural of what is counted.
         limit: the limit, with its unit.
         action: what is done with them.
-        lost: number of texts whose answer loses its end.
+        lost: number of what is lost.
+        loses: says so, with a place for this number.
     """
     if not count:
         return []
     line = f"{count:,} of {total:,} {what} are longer than {limit} and are {action}"
     if lost:
-        line += f"; of {lost:,} the answer loses its end"
+        line += f"; {loses.format(lost)}"
     # Text that is split is not lost.
     if count >= _WARNED * total and not action.startswith("split"):
         line = f"warning: {line}"
     return [line]
 
 
-def limit_of(length: int, *, targets: bool = True) -> str:
-    """Return a limit as text: of tokens, or of targets, which begin at the second token."""
-    return f"{length + 1:,} tokens ({length:,} targets)" if targets else f"{length:,} tokens"
+def limit_of(length: int, *, unit: str = "targets") -> str:
+    """Return a limit as text; targets begin at the second token."""
+    limit = f"{length:,} {unit}"
+    return f"{length + 1:,} tokens ({limit})" if unit == "targets" else limit
 
 
 def unknown_token(tokenizer: Any) -> int | None:
@@ -115,3 +124,46 @@ def unknown_notes(
     example = tokenizer.decode(token_ids(shown[shown < BYTE]) // scale)
     count = len(np.unique(text))
     return [unknown_line(len(places), count, len(ends), what, tokenizer, example)]
+
+
+def measure_notes(
+    made: Ragged, rows: Any, reader: Any, texts: Sequence[Sequence[str]], what: str
+) -> list[str]:
+    """Return lines about texts of rows that are cut, and about unknown tokens.
+
+    Args:
+        made: of each row, three numbers for each of its texts: see ``measured`` of the reader.
+        rows: the rows.
+        reader: has measured the texts.
+        texts: columns of the texts of a row; those of a list are encoded together.
+        what: plural of what is counted.
+    """
+    cut, unknown, words_cut = made.values.reshape(-1, 3).T
+    lines = cut_notes(
+        int(cut.sum()),
+        len(cut),
+        what,
+        limit=limit_of(reader.length, unit=reader.unit),
+        action="truncated",
+        lost=int(words_cut.sum()),
+        loses="{:,} words are left out",
+    )
+    if not unknown.any():
+        return lines
+
+    # Show the tokens around the first unknown one.
+    first = int(unknown.argmax())
+    measured = np.delete(np.arange(len(rows)), [index for index, _ in made.skipped])
+    row = rows[int(measured[first // len(texts)])]
+    tokens = reader.whole(*[row[name] for name in texts[first % len(texts)]])
+    place = tokens.index(unknown_token(reader.tokenizer))
+    shown = tokens[max(0, place - _AROUND) : place + _AROUND]
+    line = unknown_line(
+        int(unknown.sum()),
+        int((unknown > 0).sum()),
+        len(unknown),
+        what,
+        reader.tokenizer,
+        reader.tokenizer.decode(shown),
+    )
+    return [*lines, line]

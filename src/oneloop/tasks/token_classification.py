@@ -1,19 +1,24 @@
 """Token classification (names, parts of speech): predict a class for each word."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import check_as_long, check_words
+from oneloop.tasks.columns import check_as_long, check_words, columns_of
+from oneloop.tasks.labels import UNTAGGED
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
 
+_UNTAGGED = (-100, "-100")
 _IGNORE = -100  # class of a position that is not the start of a word
 
 
@@ -26,8 +31,9 @@ class TokenClassification(TextRows):
             parquet at s3://, gs:// (not tested), hf://datasets/ or https://; or several,
             [{data: PATH, weight: 0.7}, …].
         tokens: column of the words (a list of texts).
-        tags: column of their classes (a list of the same length).
-        length: maximum bytes or tokens of a text; the rest is cut and does not count.
+        tags: column of their classes (a list of the same length; a word of -100 is not trained).
+        length: maximum bytes or tokens of a text; the rest is cut and does not count. The metric
+            words_cut is the number of words after the cut.
     """
 
     unit = "tokens"
@@ -50,35 +56,48 @@ class TokenClassification(TextRows):
         if sources[0].columns["tags"]:
             check_as_long(sources, "tokens", "tags")
 
+    def _choose(self, sources: Sequence[Source]) -> None:
+        for source, split, rows, column in columns_of(sources, "tags"):
+            if not is_remote(rows):
+                _leave_out_untagged(source, split, rows, column)
+
+    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
+        return [[columns["tokens"]]]
+
     def _sample(
         self, source: Source, number: Callable[[Any], int]
-    ) -> Callable[[Row], tuple[Any, Tensor]]:
+    ) -> Callable[[Row], tuple[Any, Tensor, int]]:
         columns = source.columns
         return partial(_encoded, self.reader, columns["tokens"], columns["tags"], number)
 
-    def collate(self, samples: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
-        texts, targets = zip(*samples, strict=True)
+    def collate(self, samples: list[tuple[Any, Tensor, int]]) -> dict[str, Tensor]:
+        texts, targets, words_cut = zip(*samples, strict=True)
         batch = self.reader.collate(texts)
         batch["target"] = nn.utils.rnn.pad_sequence(
             list(targets), batch_first=True, padding_value=_IGNORE
         )
+        batch["words_cut"] = torch.tensor(words_cut)
         return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["target"] != _IGNORE).sum()
+        return (batch["target"] >= 0).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
-        target = batch["target"]
+        target = batch["target"].clamp(min=UNTAGGED)
         each = F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=UNTAGGED
         )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
 
+    def metrics(self) -> "TagCounts":
+        return TagCounts(len(self.classes))
+
     def update(
-        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: "TagCounts", batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
+        metrics.words_cut += batch["words_cut"].sum()
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -94,15 +113,15 @@ class TokenClassification(TextRows):
     def _names(self, numbers: Tensor) -> list[str]:
         return [self.classes[number] for number in numbers.tolist()]
 
-    def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
-        text, target = sample
-        starts = (target != _IGNORE).nonzero().flatten().tolist()
+    def show(self, sample: tuple[Any, Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        text, target, _ = sample
+        starts = (target >= 0).nonzero().flatten().tolist()
         predicted = self._names(outputs["logits"][starts].argmax(-1))
         targets = self._names(target[starts])
         losses = outputs["loss"][starts].tolist()
 
         # A word ends where the next one starts.
-        stops = [*starts[1:], len(target)]
+        stops = [*starts[1:], len(target)][: len(starts)]
         tokens = []
         for start, stop, tag, loss in zip(starts, stops, predicted, losses, strict=True):
             tokens.append((f"{self.reader.decode(text, start, stop)}[{tag}]", loss))
@@ -114,10 +133,53 @@ class TokenClassification(TextRows):
         }
 
 
+def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> None:
+    """Leave out rows without a tag other than -100: their loss would be a sum of nothing.
+
+    Args:
+        source: its ``unusable`` gets these rows.
+        split: name of the split.
+        rows: its rows.
+        column: column of the tags.
+    """
+    out = []
+    tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
+    for index, row in enumerate(tags):
+        if isinstance(row, list) and row and all(tag in _UNTAGGED for tag in row):
+            out.append(index)
+    if out:
+        source.unusable[split] = np.array(out)
+        source.notes.append(
+            f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "
+            f"first: {rows.where(out[0])}"
+        )
+
+
+class TagCounts(ClassCounts):
+    """The same metrics, and the number of words after the cut, which have no prediction."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.higher_is_better["words_cut"] = False
+        self.words_cut = torch.zeros(1, dtype=torch.int64)
+
+    def to(self, device: torch.device) -> "TagCounts":
+        super().to(device)
+        self.words_cut = self.words_cut.to(device)
+        return self
+
+    def sums(self) -> Sequence[Tensor]:
+        return [*super().sums(), self.words_cut]
+
+    def compute(self) -> dict[str, Any]:
+        return {**super().compute(), "words_cut": float(self.words_cut)}
+
+
 def _encoded(
     reader: Any, tokens: str, tags: str, number: Callable[[Any], int], row: Row
-) -> tuple[Any, Tensor]:
-    """Return the sample of a row: its encoded words, and a target for each byte or token.
+) -> tuple[Any, Tensor, int]:
+    """Return the sample of a row: its encoded words, a target for each byte or token, and its
+    number of words after the cut.
 
     Args:
         reader: encodes words.
@@ -136,4 +198,4 @@ def _encoded(
     numbers = [number(one) for one in classes[: len(starts)]]
     target = torch.full((length,), _IGNORE)
     target[starts] = torch.tensor(numbers, dtype=torch.int64)
-    return sample, target
+    return sample, target, len(words) - len(starts)

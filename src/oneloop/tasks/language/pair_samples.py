@@ -37,7 +37,7 @@ class Pairs:
         ValueError: no pair is left.
     """
 
-    targets = True  # whether the length is that of targets: the last token of a side is no input
+    unit = "targets"  # of the length
 
     def __init__(self, pairs: Ragged, length: int, content: dict[str, Any] | None) -> None:
         # Leave out the pairs that were dropped, which are empty arrays.
@@ -105,7 +105,7 @@ class Pairs:
             self.dropped or self.cut,
             len(lengths) + self.dropped,
             "pairs",
-            limit=limit_of(self.length, targets=self.targets),
+            limit=limit_of(self.length, unit=self.unit),
             action="dropped" if self.dropped else "truncated",
             lost=self.cut,
         )

@@ -79,7 +79,7 @@ class Spans:
             self.overlong,
             self.whole,
             "texts",
-            limit=limit_of(self.length, targets=self.draw is _same),
+            limit=limit_of(self.length, unit="targets" if self.draw is _same else "tokens"),
             action=_ACTIONS[overlong],
             lost=self.lost,
         )

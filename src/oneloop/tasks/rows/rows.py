@@ -341,7 +341,7 @@ def _without_training_rows(
                 name = unicodedata.normalize("NFC", str(one))
                 if not is_held_out[index]:
                     trained.add(name)
-                elif one is not None:
+                elif one not in (None, -100):  # a tag of -100 is not trained
                     others.setdefault(name, []).append(index)
         before += len(array)
 
