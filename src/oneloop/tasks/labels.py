@@ -19,8 +19,7 @@ from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sam
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.rows.text_tables import OBJECTS
 
-UNTAGGED = -1
-"""number of a word whose tag is -100, as in examples of transformers: it is not trained"""
+UNTAGGED = -1  # number of a word whose tag is -100: it is not trained
 _IGNORED = "-100"
 
 # by source name: a function from a label to its class number
@@ -69,9 +68,7 @@ def classes_of(
                 "before; write all files with the same list of classes"
             )
         values = checked_values(source, rows, column, labels=True)
-        found = {_name(kind, value) for value in values}
-        if lists:
-            found.discard(_IGNORED)
+        found = {_name(kind, value) for value in values} - ({_IGNORED} if lists else set())
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
@@ -278,7 +275,6 @@ def numbers_of(
 
 
 def _numbers(classes: Sequence[str], *, lists: bool) -> dict[str, int]:
-    """Return the numbers of the classes, by composed name; also of tags of -100 (``lists``)."""
     numbers = {_composed(name): index for index, name in enumerate(classes)}
     return numbers | {_IGNORED: UNTAGGED} if lists else numbers
 

@@ -266,11 +266,14 @@ class Reward(PairRows):
 class RewardPairs(PaddedPairs):
     """Pairs with their margins. The rejected side of a single answer is empty."""
 
-    unit = "tokens"
     warning = ""
 
     def __getitem__(self, index: int) -> Any:
         return (*super().__getitem__(index), float(self.margins[index]))
+
+    @property
+    def limit(self) -> str:
+        return f"{self.length:,} tokens"
 
     @property
     def lengths(self) -> NDArray[np.int64]:

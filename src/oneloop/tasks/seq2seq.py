@@ -16,7 +16,7 @@ from oneloop.tasks.language.encoder_decoder import (
     prepared,
     t5_from_scratch,
 )
-from oneloop.tasks.language.generation import generated_texts
+from oneloop.tasks.language.generation import generated_texts, generation_notes
 from oneloop.tasks.language.kept_texts import apart, kept_notes, references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
@@ -55,7 +55,7 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.text_notes import unknown_notes
+from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 _CACHE_VERSION = 2  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target
@@ -249,8 +249,12 @@ class Seq2Seq(TokenTargets):
         made = SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
         made.remarks = [
             *made.notes(overlong),
-            *unknown_notes(texts, self.tokenizer, "sources", signs=(-1,)),
-            *unknown_notes(texts, self.tokenizer, "targets", signs=(0,)),
+            *unknown_notes(
+                unknown_in(texts, self.tokenizer, signs=(-1,)), self.tokenizer, "sources"
+            ),
+            *unknown_notes(
+                unknown_in(texts, self.tokenizer, signs=(0,)), self.tokenizer, "targets"
+            ),
             *kept_notes(texts, self._answer, "targets"),
         ]
         return made
@@ -293,6 +297,8 @@ class Seq2Seq(TokenTargets):
         model = self.adapted_model()
         # The tokens before and after the targets, as transformers shifts them.
         self._start, self._padding = prepared(model, self.name)
+        settings: Any = model.generation_config
+        self.notes = [*self.notes, *generation_notes(settings, self.answer)]
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

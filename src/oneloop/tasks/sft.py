@@ -13,7 +13,7 @@ from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
-from oneloop.tasks.language.kept_texts import apart, kept_notes, references
+from oneloop.tasks.language.kept_texts import apart, first_answer, kept_notes, references
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
@@ -192,15 +192,8 @@ class SFT(AnswerRows):
 
     def _first_answer(self, target: list[int]) -> str | None:
         """Return the first trained answer of a sample as text; None if there is none."""
-        answer_tokens = []
-        for token in target:
-            if token != IGNORE:
-                answer_tokens.append(token)
-            elif answer_tokens:
-                break
-        if not answer_tokens:
-            return None
-        return self._answer(answer_tokens)
+        tokens = first_answer(target)
+        return self._answer(tokens) if tokens else None
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

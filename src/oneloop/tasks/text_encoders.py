@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
-from oneloop.tasks.text_notes import unknown_token
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 from oneloop.tasks.unread_masks import leave_masks_unread
 
@@ -153,9 +151,6 @@ class ByteReader:
     ``notes``: lines for the log.
     """
 
-    unit = "bytes"  # of the length
-    cache_key = unit
-
     def __init__(self, shape: EncoderShape) -> None:
         shape.check_heads()
         self.shape = shape
@@ -177,19 +172,6 @@ class ByteReader:
             text += word.encode() + b" "
         tokens = torch.tensor(list(text[: self.length]) or [32])
         return tokens, starts, len(tokens)
-
-    def measured(self, text: Any, second: str | None = None) -> list[int]:
-        """Return whether a text is cut, its number of unknown tokens, and of words after the cut.
-
-        Args:
-            text: a text, or its words.
-            second: the second text of a pair.
-        """
-        if isinstance(text, list):
-            words_cut = len(text) - len(self.encode_words(text)[1])
-            return [len(" ".join(text).encode()) > self.length, 0, words_cut]
-        both = text if second is None else text + _BETWEEN + second
-        return [len(both.encode()) > self.length, 0, 0]
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         return {"text": padded(list(samples))}
@@ -227,9 +209,6 @@ class TokenReader:
     Raises:
         ValueError: it has no fast tokenizer, which maps tokens to words.
     """
-
-    unit = "tokens"
-    tokenizer: Any
 
     def __init__(
         self,
@@ -291,30 +270,6 @@ class TokenReader:
             if number not in starts:
                 raise ValueError(f"word {number} ({words[number]!r}) has no tokens; remove it")
         return sample, [*starts.values()], len(of_word)
-
-    @property
-    def cache_key(self) -> str:
-        """Key of the tokenizer."""
-        return tokenizer_key(self.tokenizer)
-
-    def measured(self, text: Any, second: str | None = None) -> list[int]:
-        """Return whether a text is cut, its number of unknown tokens, and of words after the cut.
-
-        Args:
-            text: a text, or its words.
-            second: the second text of a pair.
-        """
-        words_cut = 0
-        if isinstance(text, list):
-            words_cut = len(text) - len(self.encode_words(text)[1])
-        tokens = self.whole(text, second)
-        return [len(tokens) > self.length, tokens.count(unknown_token(self.tokenizer)), words_cut]
-
-    def whole(self, text: Any, second: str | None = None) -> list[int | None]:
-        """Return the tokens of a text, or of its words, without a cut."""
-        is_words = isinstance(text, list)
-        tokens = self.tokenizer(text, second, is_split_into_words=is_words, verbose=False)
-        return list(tokens["input_ids"])
 
     def _encoded(
         self, *texts: Any, **how: Any

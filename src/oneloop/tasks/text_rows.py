@@ -1,6 +1,7 @@
 """Base class of the tasks on rows of text: data, tokenization and model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
+from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.open_data import (
     Source,
@@ -30,7 +32,7 @@ from oneloop.tasks.rows.open_data import (
 from oneloop.tasks.rows.remote_checks import is_remote, sampled
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
-from oneloop.tasks.text_notes import measure_notes
+from oneloop.tasks.text_notes import cut_notes, unknown_notes, unknown_token
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "layers": "model=bytes",
@@ -152,19 +154,32 @@ class TextRows(SplitSets):
 
     def _remarks(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""
+        tokenizer = getattr(self.reader, "tokenizer", None)
+        unit = "bytes" if tokenizer is None else "tokens"
+        whole_reader = copy(self.reader)
+        whole_reader.length = 1 << 30
         texts = self._texts(source.columns)
         for split, rows in source.parts.items():
             what = "checked texts" if is_remote(rows) else "texts"
-            rows = sampled(rows)
             made = ragged(
-                rows,
-                partial(_measured, self.reader, texts),
-                made_by=["measured", self.reader.cache_key, self.reader.length, texts],
+                sampled(rows),
+                partial(_measured, whole_reader, texts),
+                made_by=["sizes", tokenizer and tokenizer_key(tokenizer), texts],
                 what="measuring the texts",
                 skip=True,
                 empty=True,
             )
-            for line in measure_notes(made, rows, self.reader, texts, what):
+            sizes, unknown = made.values.reshape(-1, 2).T
+            longer = np.maximum(sizes - self.reader.length, 0)
+            lines = cut_notes(
+                int((longer > 0).sum()),
+                len(longer),
+                f"{what} are longer than {self.reader.length:,} {unit}",
+                "truncated",
+                lost=longer.sum(),
+                loses=f"{{:,}} {unit} are left out",
+            )
+            for line in lines + unknown_notes(unknown, tokenizer, what):
                 yield f"{split}: {line}"
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
@@ -209,9 +224,18 @@ class TextRows(SplitSets):
 
 
 def _measured(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.int32]:
-    """Return the measures of all texts of a row."""
-    measures = [reader.measured(*[row[name] for name in names]) for names in texts]
-    return np.array(measures, np.int32).ravel()
+    """Return the number of tokens of each text of a row, and of those that are unknown."""
+    unknown = unknown_token(getattr(reader, "tokenizer", None))
+    sizes = list[int]()
+    for names in texts:
+        values = [row[name] for name in names]
+        if isinstance(values[0], list):
+            sample = reader.encode_words(*values)[0]
+        else:
+            sample = reader.encode(*values)
+        tokens = sample["input_ids"] if isinstance(sample, dict) else sample.tolist()
+        sizes += [len(tokens), tokens.count(unknown)]
+    return np.array(sizes, np.int32)
 
 
 def _encoded(

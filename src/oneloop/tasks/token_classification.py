@@ -18,7 +18,6 @@ from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
 
-_UNTAGGED = (-100, "-100")
 _IGNORE = -100  # class of a position that is not the start of a word
 
 
@@ -145,7 +144,7 @@ def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> N
     out = []
     tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
     for index, row in enumerate(tags):
-        if isinstance(row, list) and row and all(tag in _UNTAGGED for tag in row):
+        if isinstance(row, list) and {*map(str, row)} == {"-100"}:
             out.append(index)
     if out:
         source.unusable[split] = np.array(out)

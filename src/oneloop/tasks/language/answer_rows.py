@@ -35,7 +35,7 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.text_notes import unknown_notes
+from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 Encode = Callable[..., Any]
@@ -134,7 +134,7 @@ class AnswerRows(LanguageModel):
 
     def _remarks(self, texts: Ragged) -> list[str]:
         """Return log lines about what the tokenizer does not know."""
-        return unknown_notes(texts, self.tokenizer, "texts")
+        return unknown_notes(unknown_in(texts, self.tokenizer), self.tokenizer, "texts")
 
     def _packaged(self) -> Source:
         """Return the packaged data set ``lessons``."""

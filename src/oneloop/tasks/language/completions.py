@@ -107,11 +107,10 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
     stop = texts.ends[min(_INSPECTED, len(texts.ends)) - 1]
     # Read backwards: the first token of a trained turn that is not blank is its end.
     inside = False
-    values = texts.values[:stop]
-    for token in reversed(values[values < BYTE].tolist()):
+    for token in reversed(texts.values[:stop].tolist()):
         if token in special and not inside:
             ends.add(token)
-        if token < 0:
+        if token < 0 or token >= BYTE:
             inside = False
         elif not inside:
             inside = token in special or not tokenizer.decode([token]).isspace()

@@ -1,10 +1,11 @@
-"""Texts that their tokens do not give back: kept after the tokens, for metrics of generated texts.
+"""Texts that their tokens do not give back: kept before the tokens, for metrics of generated texts.
 
-A tokenizer may drop or replace characters. The text of an answer then follows the tokens of its
+A tokenizer may drop or replace characters. The text of an answer then precedes the tokens of its
 row, as bytes that are larger than any token.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import dropwhile, takewhile
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ BYTE = 1 << 30  # added to each byte
 
 
 def with_text(tokens: NDArray[np.int32], text: str, tokenizer: Any) -> NDArray[np.int32]:
-    """Return tokens, followed by the text of their first answer if they do not give it back.
+    """Return tokens, after the text of their first answer if they do not give it back.
 
     Blanks at both ends, and special tokens in the text, do not count.
 
@@ -27,31 +28,31 @@ def with_text(tokens: NDArray[np.int32], text: str, tokenizer: Any) -> NDArray[n
     """
     for special in tokenizer.all_special_tokens:
         text = text.replace(special, "")
-    written = tokenizer.decode(first_answer(tokens), skip_special_tokens=True)
-    if written.strip() == text.strip():
+    text = text.strip()
+    if tokenizer.decode(first_answer(tokens.tolist()), skip_special_tokens=True).strip() == text:
         return tokens
-    content = np.frombuffer(text.strip().encode(errors="replace"), np.uint8)
-    return np.append(tokens, content.astype(np.int32) + np.int32(BYTE))
+    content = np.frombuffer(text.encode(errors="replace"), np.uint8)
+    return np.append(content.astype(np.int32) + np.int32(BYTE), tokens)
 
 
-def first_answer(tokens: NDArray[np.int32]) -> list[int]:
-    """Return the first tokens that are no complements."""
-    answer = np.append(tokens >= 0, [True, False])
-    first = int(answer.argmax())
-    return list(tokens[first : first + int(answer[first:].argmin())].tolist())
+def first_answer(tokens: Iterable[int]) -> list[int]:
+    """Return the first tokens that are not negative."""
+    answer = dropwhile(lambda token: token < 0, tokens)
+    return [*takewhile(lambda token: token >= 0, answer)]
 
 
 def apart(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], str]:
-    """Return the tokens, and the text that follows them or ""."""
-    stop = int((tokens < BYTE).sum())
-    return tokens[:stop], bytes((tokens[stop:] - BYTE).tolist()).decode()
+    """Return the tokens, and the text before them or ""."""
+    start = int((tokens >= BYTE).sum())
+    return tokens[start:], bytes((tokens[:start] - BYTE).tolist()).decode()
 
 
-def stops_of(texts: Ragged) -> NDArray[np.int64]:
-    """Return where the tokens of each text end in ``texts.values``."""
+def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return where each text begins in ``texts.values``, where its tokens do, and where it ends."""
     ends = np.asarray(texts.ends, dtype=np.int64)
+    begins = np.append(0, ends)[:-1]
     kept = np.searchsorted(ends, np.flatnonzero(texts.values >= BYTE), side="right")
-    return ends - np.bincount(kept, minlength=len(ends))
+    return begins, begins + np.bincount(kept, minlength=len(ends)), ends
 
 
 def kept_notes(texts: Ragged, decode: Callable[[list[int]], str], what: str) -> list[str]:
@@ -62,15 +63,15 @@ def kept_notes(texts: Ragged, decode: Callable[[list[int]], str], what: str) -> 
         decode: from the tokens of an answer to its text.
         what: plural of what is counted.
     """
-    kept = np.flatnonzero(stops_of(texts) < texts.ends)
+    begins, starts, ends = ranges(texts)
+    kept = np.flatnonzero(begins < starts)
     if not len(kept):
         return []
-    start = texts.ends[kept[0] - 1] if kept[0] else 0
-    tokens, text = apart(texts.values[start : texts.ends[kept[0]]])
+    tokens, text = apart(texts.values[begins[kept[0]] : ends[kept[0]]])
+    decoded = decode(first_answer(tokens.tolist()))
     line = (
-        f"{len(kept):,} of {len(texts.ends):,} {what} are not what the tokenizer gives back: "
-        f"{text!r} becomes {decode(first_answer(tokens))!r}; metrics of generated texts compare "
-        "with the text of the row"
+        f"{len(kept):,} of {len(ends):,} {what} are not what the tokenizer gives back: {text!r} "
+        f"becomes {decoded!r}; metrics of generated texts compare with the text of the row"
     )
     return [line]
 

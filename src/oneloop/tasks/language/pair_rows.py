@@ -17,7 +17,7 @@ from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.text_notes import unknown_notes
+from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 
 class PairRows(AnswerRows):
@@ -78,7 +78,8 @@ class PairRows(AnswerRows):
         return made
 
     def _remarks(self, texts: Ragged) -> list[str]:
-        return unknown_notes(texts, self.tokenizer, "pairs", head=HEAD)
+        counts = unknown_in(texts, self.tokenizer, head=HEAD)
+        return unknown_notes(counts, self.tokenizer, "pairs")
 
     def _packaged(self) -> Source:
         columns = dict.fromkeys(self.columns, "")

@@ -18,7 +18,7 @@ from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
 from oneloop.tasks.language.sequences import collated
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.text_notes import cut_notes, limit_of
+from oneloop.tasks.text_notes import cut_notes, targets
 
 RECORD = np.dtype([("logp", "<f8")])
 """what is stored of a position: the log-probability of the next token, in nats"""
@@ -37,7 +37,10 @@ class Pairs:
         ValueError: no pair is left.
     """
 
-    unit = "targets"  # of the length
+    @property
+    def limit(self) -> str:
+        """The maximum length of a side, as text."""
+        return targets(self.length)
 
     def __init__(self, pairs: Ragged, length: int, content: dict[str, Any] | None) -> None:
         # Leave out the pairs that were dropped, which are empty arrays.
@@ -104,9 +107,8 @@ class Pairs:
         notes = cut_notes(
             self.dropped or self.cut,
             len(lengths) + self.dropped,
-            "pairs",
-            limit=limit_of(self.length, unit=self.unit),
-            action="dropped" if self.dropped else "truncated",
+            f"pairs are longer than {self.limit}",
+            "dropped" if self.dropped else "truncated",
             lost=self.cut,
         )
         return "; ".join([line, *notes])

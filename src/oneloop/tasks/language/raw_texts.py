@@ -18,7 +18,7 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     skipped_rows,
 )
-from oneloop.tasks.text_notes import unknown_notes
+from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 
 class RawTexts(LanguageModel):
@@ -91,7 +91,8 @@ class RawTexts(LanguageModel):
     def _note_unknown(self, texts: Ragged, name: str, *, scale: int = 1) -> None:
         """Add a log line about tokens that the tokenizer does not know."""
         if self.name is not None:
-            lines = unknown_notes(texts, self.tokenizer.model, "texts", scale=scale)
+            tokenizer = self.tokenizer.model
+            lines = unknown_notes(unknown_in(texts, tokenizer, scale=scale), tokenizer, "texts")
             self._data_notes += [f"{name}: {line}" for line in lines]
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:

@@ -17,9 +17,9 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
-from oneloop.tasks.language.kept_texts import BYTE, stops_of
+from oneloop.tasks.language.kept_texts import ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.text_notes import cut_notes, limit_of
+from oneloop.tasks.text_notes import cut_notes, targets
 
 IGNORE = -100  # ignored target
 
@@ -40,6 +40,7 @@ class Spans:
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    begins: NDArray[np.int64]  # starts of the samples with the kept texts of their answers
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
@@ -50,8 +51,6 @@ class Spans:
     whole: int  # number of texts
 
     lost: int = 0  # number of texts that lose the end of an answer
-    kept: NDArray[np.int64] | None = None  # range of each sample's kept text
-
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -66,23 +65,15 @@ class Spans:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
 
-    def whole_sample(self, index: int) -> Any:
-        """Return a sample, followed by the kept text of its answer (see ``kept_texts``)."""
-        sample = self[index]
-        if self.kept is None or self.kept[index, 0] == self.kept[index, 1]:
-            return sample
-        return np.append(sample, self.tokens[slice(*self.kept[index])])
+    def with_text(self, index: int) -> Any:
+        """Return a sample after the kept text of its answer (see ``kept_texts``)."""
+        return self.draw(self.tokens[self.begins[index] : self.stops[index]])
 
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
-        lines = cut_notes(
-            self.overlong,
-            self.whole,
-            "texts",
-            limit=limit_of(self.length, unit="targets" if self.draw is _same else "tokens"),
-            action=_ACTIONS[overlong],
-            lost=self.lost,
-        )
+        limit = targets(self.length) if self.draw is _same else f"{self.length:,} tokens"
+        what = f"texts are longer than {limit}"
+        lines = cut_notes(self.overlong, self.whole, what, _ACTIONS[overlong], lost=self.lost)
         if self.without:
             lines.append(f"{self.without:,} samples have no token to train on and are dropped")
         return lines
@@ -102,7 +93,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     """
     most = length
     length -= special
-    starts, stops = _ranges(texts)
+    begins, starts, stops = ranges(texts)
     ends = stops
     firsts = starts
     text = np.arange(len(stops))
@@ -121,12 +112,10 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         starts = starts[text] + number * length
         stops = np.minimum(starts + length + 1, stops[text])
 
-    # Find the texts whose answers are cut, and the kept text of the first piece of each text.
+    # Count the texts whose answers are cut.
     lost = 0
     if overlong == "cut":
         lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
-    kept = np.stack([ends, np.asarray(texts.ends, dtype=np.int64)], axis=1)[text]
-    kept[starts > firsts[text]] = 0
 
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
@@ -134,6 +123,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
+        begins=np.where(starts == firsts[text], begins[text], starts)[keep],
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
@@ -141,7 +131,6 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         without=(~keep).sum(),
         whole=len(long),
         lost=lost,
-        kept=kept[keep],
         special=special,
     )
     if not len(made):
@@ -149,15 +138,13 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     return made
 
 
-def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start and the stop of each text in ``texts.values``."""
-    ends = np.asarray(texts.ends, dtype=np.int64)
-    return np.concatenate([np.zeros(1, np.int64), ends])[:-1], stops_of(texts)
-
-
 def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """Return the error message if no sample is left."""
-    trained = np.flatnonzero((texts.values >= 0) & (texts.values < BYTE))
+    # Find the positions of all targets within their texts; kept texts are before them.
+    _, starts, stops = ranges(texts)
+    trained = np.flatnonzero(np.asarray(texts.values) >= 0)
+    trained -= starts[np.searchsorted(stops, trained, side="right")]
+    trained = trained[trained >= 0]
     if not len(trained):
         return (
             f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
@@ -168,13 +155,9 @@ def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
             f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
             "length, or truncate them"
         )
-    # Find the smallest position of a target within its text.
-    starts, stops = _ranges(texts)
-    text = np.searchsorted(stops, trained, side="right")
-    first = int((trained - starts[text]).min())
     return (
         f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens; "
-        f"the first one is token {first:,}: raise the length"
+        f"the first one is token {trained.min():,}: raise the length"
     )
 
 
@@ -224,9 +207,9 @@ class Pieces:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return (
-            self.spans.whole_sample(index)
+            self.spans.with_text(index)
             if self.outputs is None
-            else (self.spans.whole_sample(index), self.outputs[index])
+            else (self.spans.with_text(index), self.outputs[index])
         )
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -288,19 +271,19 @@ class Prompts(Padded):
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         """Use these texts, with at most ``length`` input tokens each."""
-        starts, stops = _ranges(texts)
+        begins, starts, stops = ranges(texts)
         cut = int((stops - starts > length + 1).sum())
         prompts = Spans(
             tokens=texts.values,
             starts=starts,
             stops=stops,
+            begins=begins,
             length=length,
             texts=np.arange(len(stops)),
             cut=np.zeros(len(stops), dtype=bool),
             overlong=cut,
             without=0,
             whole=len(stops),
-            kept=np.stack([stops, np.asarray(texts.ends)], axis=1),
         )
         super().__init__(prompts, content)
         self.warning = ""

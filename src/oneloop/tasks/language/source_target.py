@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
-from oneloop.tasks.language.kept_texts import apart, stops_of, with_text
+from oneloop.tasks.language.kept_texts import apart, ranges, with_text
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
@@ -122,9 +122,7 @@ class SourceTarget:
         self._limits = lengths
 
         # Find where each source and each target ends.
-        text_ends = np.asarray(texts.ends, dtype=np.int64)
-        stops = stops_of(texts)
-        starts = np.concatenate([np.zeros(1, np.int64), text_ends])[:-1]
+        begins, starts, stops = ranges(texts)
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
@@ -142,7 +140,7 @@ class SourceTarget:
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
-        self._ends = text_ends[keep]
+        self._begins = begins[keep]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -154,9 +152,9 @@ class SourceTarget:
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
         target = self._cut(target, self._limits[1])
-        # The text of a target follows its tokens if they do not give it back.
-        text = self._values[self._stops[index] : self._ends[index]]
-        return self._cut(source, self._limits[0]), np.concatenate([target, text])
+        # The text of a target precedes its tokens if they do not give it back.
+        text = self._values[self._begins[index] : self._starts[index]]
+        return self._cut(source, self._limits[0]), np.append(text, target)
 
     def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
         """Return at most ``limit`` tokens; one that ends the text stays."""
@@ -215,9 +213,8 @@ class SourceTarget:
         return cut_notes(
             self.overlong,
             self.whole,
-            "pairs",
-            limit=f"{source:,} source or {target:,} target tokens",
-            action="truncated" if is_cut else "dropped",
+            f"pairs are longer than {source:,} source or {target:,} target tokens",
+            "truncated" if is_cut else "dropped",
             lost=self._lost * is_cut,
         )
 
