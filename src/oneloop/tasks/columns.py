@@ -24,7 +24,8 @@ from oneloop.tasks.rows.remote_checks import (
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 from oneloop.tasks.rows.text_tables import OBJECTS
 
-_CACHE_VERSION = 2  # increase it if a check changes
+_CACHE_VERSION = 3  # increase it if a check changes
+UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -322,6 +323,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
         # Collect the values, and stop if there are too many to be classes.
         if distinct:
             seen |= set(compute.unique(values.filter(~missing)).to_pylist())
+            seen -= {*UNTAGGED} if lists else set()
         if len(seen) > _MAX_LABELS:
             raise ValueError(
                 f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: "
@@ -329,7 +331,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             )
         before += len(array)
         # Over a network, read only until all classes of the schema have occurred.
-        if distinct and is_remote(rows) and len(seen - {-100}) == len(getattr(kind, "names", ())):
+        if distinct and is_remote(rows) and len(seen) == len(getattr(kind, "names", ())):
             break
     return sorted(seen)
 

@@ -19,9 +19,6 @@ from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sam
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.rows.text_tables import OBJECTS
 
-UNTAGGED = -1  # number of a word whose tag is -100: it is not trained
-_IGNORED = "-100"
-
 # by source name: a function from a label to its class number
 Numbers = Mapping[str, Callable[[Any], int]]
 
@@ -68,7 +65,7 @@ def classes_of(
                 "before; write all files with the same list of classes"
             )
         values = checked_values(source, rows, column, labels=True)
-        found = {_name(kind, value) for value in values} - ({_IGNORED} if lists else set())
+        found = {_name(kind, value) for value in values}
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
@@ -93,7 +90,7 @@ def classes_of(
             f"{sources[0].where}: {sources[0].columns[key]!r} holds one class "
             f"({', '.join(names)}); at least two are needed"
         )
-    numbers = _numbers(names, lists=lists)
+    numbers = {_composed(name): index for index, name in enumerate(names)}
     return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
 
 
@@ -257,7 +254,6 @@ def numbers_of(
     Raises:
         ValueError: a label is missing or unknown, or the column has another type.
     """
-    numbers = _numbers(classes, lists=lists)
     for _, _, rows, column in columns_of([source], key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
@@ -266,17 +262,13 @@ def numbers_of(
             )
         values = checked_values(source, rows, column, labels=True, known=True)
         found = {_composed(_name(kind, value)) for value in values}
-        unknown = sorted(found - numbers.keys())
+        unknown = sorted(found - set(map(_composed, classes)))
         if unknown:
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
-    return partial(_number_of, kind, numbers)
-
-
-def _numbers(classes: Sequence[str], *, lists: bool) -> dict[str, int]:
     numbers = {_composed(name): index for index, name in enumerate(classes)}
-    return numbers | {_IGNORED: UNTAGGED} if lists else numbers
+    return partial(_number_of, kind, numbers)
 
 
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
@@ -391,8 +383,7 @@ def _is_label(kind: Any) -> bool:
 
 def _name(kind: Any, value: Any) -> str:
     """Return the class name of a label; ``ClassLabel`` stores its number."""
-    is_number = hasattr(kind, "names") and str(value) != _IGNORED
-    return str(kind.names[value]) if is_number else str(value)
+    return str(kind.names[value]) if hasattr(kind, "names") else str(value)
 
 
 def _unlabelled(rows: Any, column: str, kind: Any) -> bool:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import check_as_long, check_words, columns_of
-from oneloop.tasks.labels import UNTAGGED
+from oneloop.tasks.columns import UNTAGGED, check_as_long, check_words, columns_of
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
 
+_UNTAGGED = -1  # class of a word whose tag is -100
 _IGNORE = -100  # class of a position that is not the start of a word
 
 
@@ -83,9 +83,9 @@ class TokenClassification(TextRows):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
-        target = batch["target"].clamp(min=UNTAGGED)
+        target = batch["target"].clamp(min=_UNTAGGED)
         each = F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=UNTAGGED
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_UNTAGGED
         )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
 
@@ -144,7 +144,7 @@ def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> N
     out = []
     tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
     for index, row in enumerate(tags):
-        if isinstance(row, list) and {*map(str, row)} == {"-100"}:
+        if isinstance(row, list) and row and all(tag in UNTAGGED for tag in row):
             out.append(index)
     if out:
         source.unusable[split] = np.array(out)
@@ -194,7 +194,8 @@ def _encoded(
 
     # Each word is predicted where it starts. Words that are cut have no start.
     sample, starts, length = reader.encode_words(words)
-    numbers = [number(one) for one in classes[: len(starts)]]
+    kept = classes[: len(starts)]
+    numbers = [_UNTAGGED if one in UNTAGGED else number(one) for one in kept]
     target = torch.full((length,), _IGNORE)
     target[starts] = torch.tensor(numbers, dtype=torch.int64)
     return sample, target, len(words) - len(starts)

@@ -61,7 +61,7 @@ class AnswerRows(LanguageModel):
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
         architecture: gpt2 or llama, for a model from scratch.
         vocab: vocabulary size of the bpe tokenizer from scratch.
-        length: maximum tokens per sample.
+        length: maximum targets of a sample, which has one token more (reward: maximum tokens).
         overlong: cut longer samples, split them into several, or drop them.
         unreadable: stop at a row that cannot be read, or skip such rows and list them in
             environment.json.

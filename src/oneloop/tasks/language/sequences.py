@@ -98,8 +98,10 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     firsts = starts
     text = np.arange(len(stops))
     long = stops - starts > length + 1
+    lost = 0
     if overlong == "cut":
         stops = np.minimum(stops, starts + length + 1)
+        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
     elif overlong == "drop":
         starts = starts[~long]
         stops = stops[~long]
@@ -111,11 +113,6 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         number = np.arange(len(text)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = starts[text] + number * length
         stops = np.minimum(starts + length + 1, stops[text])
-
-    # Count the texts whose answers are cut.
-    lost = 0
-    if overlong == "cut":
-        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
 
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
@@ -206,11 +203,8 @@ class Pieces:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return (
-            self.spans.with_text(index)
-            if self.outputs is None
-            else (self.spans.with_text(index), self.outputs[index])
-        )
+        sample = self.spans.with_text(index)
+        return sample if self.outputs is None else (sample, self.outputs[index])
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""
