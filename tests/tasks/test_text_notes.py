@@ -121,7 +121,7 @@ def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
     for _ in range(2):
         task = Seq2Seq(data, **known)  # type: ignore[arg-type]
         unknown, kept = lines_about(task)
-        assert unknown == "2 tokens in 2 of 8 targets are unknown to the tokenizer ('<unk>')"
+        assert unknown == "2 tokens in 2 of 8 pairs are unknown to the tokenizer ('<unk>')"
         assert kept == (
             "4 of 8 targets are not what the tokenizer gives back: '{a}' becomes ''; metrics of "
             "generated texts compare with the text of the row"
@@ -158,7 +158,7 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     model = llama(tmp_path / "llama")
     for pack in ("packed", "padded"):
         task = SFT(data, model=model, length=16, pack=pack, text_metrics=["exact_match"])  # type: ignore[arg-type]
-        line = "4 of 8 answers are not what the tokenizer gives back: 'Yes' becomes 'yes'"
+        line = "4 of 8 targets are not what the tokenizer gives back: 'Yes' becomes 'yes'"
         assert lines_about(task)[0].startswith(line)
     samples = task.eval_sets()["validation"]
     batch = task.collate([samples[index] for index in range(4)])

@@ -17,7 +17,7 @@ from oneloop.tasks.language.encoder_decoder import (
     t5_from_scratch,
 )
 from oneloop.tasks.language.generation import generated_texts, generation_notes
-from oneloop.tasks.language.kept_texts import apart, kept_notes, references
+from oneloop.tasks.language.kept_texts import apart, references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.number_words import NUMBERS, NumberWords
@@ -55,7 +55,6 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 _CACHE_VERSION = 2  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target
@@ -172,8 +171,9 @@ class Seq2Seq(TokenTargets):
         for one in sources:
             splits = {}
             for split, rows in one.parts.items():
-                splits[split] = self._samples(one, rows, overlong)
-                self._data_notes += [f"{split}: {note}" for note in splits[split].remarks]
+                splits[split] = self._samples(one, rows, overlong, split)
+                notes = splits[split].notes(overlong)
+                self._data_notes += [f"{split}: {note}" for note in notes]
             samples.append(splits)
         self._sets = combined(sources, samples)
         self._data_notes = [*notes_of(sources), *self._data_notes]
@@ -224,7 +224,7 @@ class Seq2Seq(TokenTargets):
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(
-        self, source: Source, rows: Any, overlong: Overlong, *, labelled: bool = True
+        self, source: Source, rows: Any, overlong: Overlong, split: str, *, labelled: bool = True
     ) -> SourceTarget:
         """Return the samples of the rows of one split."""
         # The cache key names all that the tokens of a row depend on.
@@ -246,18 +246,9 @@ class Seq2Seq(TokenTargets):
         if left_out:
             content["skipped"] = key_of(left_out)
         ends = self.tokenizer.all_special_ids
-        made = SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
-        made.remarks = [
-            *made.notes(overlong),
-            *unknown_notes(
-                unknown_in(texts, self.tokenizer, signs=(-1,)), self.tokenizer, "sources"
-            ),
-            *unknown_notes(
-                unknown_in(texts, self.tokenizer, signs=(0,)), self.tokenizer, "targets"
-            ),
-            *kept_notes(texts, self._answer, "targets"),
-        ]
-        return made
+        if labelled:
+            self._note_texts(split, texts, "pairs")
+        return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
         local_only(data)
@@ -269,7 +260,7 @@ class Seq2Seq(TokenTargets):
             Source(data, self.columns), choices, partial(whole, window=self.window)
         )
         # Each row is predicted.
-        return self._samples(source, source.parts["all"], "cut", labelled=labelled)
+        return self._samples(source, source.parts["all"], "cut", "all", labelled=labelled)
 
     def collate(self, samples: list[Pair]) -> dict[str, Tensor]:
         return collated_pairs(samples, padding=self.tokenizer.pad_token_id)

@@ -13,7 +13,7 @@ from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
-from oneloop.tasks.language.kept_texts import apart, first_answer, kept_notes, references
+from oneloop.tasks.language.kept_texts import apart, first_answer, references
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
@@ -122,9 +122,6 @@ class SFT(AnswerRows):
         if labelled:
             return cast(Padded, self._samples(texts, content, "all"))
         return Prompts(texts, self.length, content)
-
-    def _remarks(self, texts: Ragged) -> list[str]:
-        return [*super()._remarks(texts), *kept_notes(texts, self._answer, "answers")]
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         if isinstance(samples[0], list):

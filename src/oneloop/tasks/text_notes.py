@@ -1,6 +1,5 @@
 """Log lines about texts: those that are cut, and tokens that stand for unknown text."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,31 +48,6 @@ def unknown_token(tokenizer: Any) -> int | None:
     return int(tokenizer.unk_token_id)
 
 
-def unknown_in(
-    texts: Ragged,
-    tokenizer: Any,
-    *,
-    signs: Sequence[int] = (0, -1),
-    scale: int = 1,
-    head: int = 0,
-) -> NDArray[np.int64]:
-    """Return the number of unknown tokens of each text.
-
-    Args:
-        texts: tokens, or their complements.
-        tokenizer: of transformers.
-        signs: 0 counts tokens, and -1 complements.
-        scale: a number is a token times this, plus a smaller number.
-        head: numbers before the tokens of each text.
-    """
-    token = unknown_token(tokenizer)
-    values = () if token is None else range(scale * token, scale * token + scale)
-    places = np.flatnonzero(np.isin(texts.values, [one ^ sign for one in values for sign in signs]))
-    text = np.searchsorted(texts.ends, places, side="right")
-    is_token = places >= np.append(0, texts.ends)[text] + head
-    return np.bincount(text[is_token], minlength=len(texts.ends))
-
-
 def unknown_notes(counts: NDArray[Any], tokenizer: Any, what: str) -> list[str]:
     """Return a line about unknown tokens; none if there are none.
 
@@ -87,3 +61,22 @@ def unknown_notes(counts: NDArray[Any], tokenizer: Any, what: str) -> list[str]:
         return []
     found = f"{counts.sum():,} tokens in {texts:,} of {len(counts):,} {what}"
     return [f"{found} are unknown to the tokenizer ({tokenizer.unk_token!r})"]
+
+
+def unknown_in(
+    texts: Ragged, tokenizer: Any, *, scale: int = 1, head: int = 0
+) -> NDArray[np.int64]:
+    """Return the number of unknown tokens of each text.
+
+    Args:
+        texts: tokens, or their complements.
+        tokenizer: of transformers.
+        scale: a number is a token times this, plus a smaller number.
+        head: numbers before the tokens of each text.
+    """
+    token = unknown_token(tokenizer)
+    codes = () if token is None else range(scale * token, scale * token + scale)
+    places = np.flatnonzero(np.isin(texts.values, [*codes, *(~code for code in codes)]))
+    text = np.searchsorted(texts.ends, places, side="right")
+    is_token = places >= np.append(0, texts.ends)[text] + head
+    return np.bincount(text[is_token], minlength=len(texts.ends))

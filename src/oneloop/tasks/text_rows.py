@@ -1,7 +1,7 @@
 """Base class of the tasks on rows of text: data, tokenization and model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,7 @@ class TextRows(SplitSets):
         """Yield log lines about texts that are cut, and about unknown tokens."""
         tokenizer = getattr(self.reader, "tokenizer", None)
         unit = "bytes" if tokenizer is None else "tokens"
-        whole_reader = copy(self.reader)
+        whole_reader = deepcopy(self.reader)  # a tokenizer keeps the length
         whole_reader.length = 1 << 30
         texts = self._texts(source.columns)
         for split, rows in source.parts.items():

@@ -89,14 +89,14 @@ class TokenClassification(TextRows):
         )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
 
-    def metrics(self) -> "TagCounts":
-        return TagCounts(len(self.classes))
+    def metrics(self) -> ClassCounts:
+        return ClassCounts(len(self.classes), number="words_cut")
 
     def update(
-        self, metrics: "TagCounts", batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
-        metrics.words_cut += batch["words_cut"].sum()
+        metrics.number += batch["words_cut"].sum()
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -152,26 +152,6 @@ def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> N
             f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "
             f"first: {rows.where(out[0])}"
         )
-
-
-class TagCounts(ClassCounts):
-    """The same metrics, and the number of words after the cut, which have no prediction."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__(classes)
-        self.higher_is_better["words_cut"] = False
-        self.words_cut = torch.zeros(1, dtype=torch.int64)
-
-    def to(self, device: torch.device) -> "TagCounts":
-        super().to(device)
-        self.words_cut = self.words_cut.to(device)
-        return self
-
-    def sums(self) -> Sequence[Tensor]:
-        return [*super().sums(), self.words_cut]
-
-    def compute(self) -> dict[str, Any]:
-        return {**super().compute(), "words_cut": float(self.words_cut)}
 
 
 def _encoded(

@@ -35,7 +35,6 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 Encode = Callable[..., Any]
@@ -72,6 +71,8 @@ class AnswerRows(LanguageModel):
         "held_out": "data!=lessons",
         "split_by": "data!=lessons",
     }
+    rows_are = "texts"
+    head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
 
     def __init__(
@@ -127,14 +128,10 @@ class AnswerRows(LanguageModel):
                 {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             )
             for split, (tokens, _) in texts[-1].items():
-                self._data_notes += [f"{split}: {line}" for line in self._remarks(tokens)]
+                self._note_texts(split, tokens, self.rows_are, head=self.head_numbers)
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
         return texts
-
-    def _remarks(self, texts: Ragged) -> list[str]:
-        """Return log lines about what the tokenizer does not know."""
-        return unknown_notes(unknown_in(texts, self.tokenizer), self.tokenizer, "texts")
 
     def _packaged(self) -> Source:
         """Return the packaged data set ``lessons``."""

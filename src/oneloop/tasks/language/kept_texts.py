@@ -55,13 +55,12 @@ def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray
     return begins, begins + np.bincount(kept, minlength=len(ends)), ends
 
 
-def kept_notes(texts: Ragged, decode: Callable[[list[int]], str], what: str) -> list[str]:
+def kept_notes(texts: Ragged, decode: Callable[[list[int]], str]) -> list[str]:
     """Return a line about texts that tokens do not give back; none if there are none.
 
     Args:
         texts: tokens of each row.
         decode: from the tokens of an answer to its text.
-        what: plural of what is counted.
     """
     begins, starts, ends = ranges(texts)
     kept = np.flatnonzero(begins < starts)
@@ -70,7 +69,7 @@ def kept_notes(texts: Ragged, decode: Callable[[list[int]], str], what: str) -> 
     tokens, text = apart(texts.values[begins[kept[0]] : ends[kept[0]]])
     decoded = decode(first_answer(tokens.tolist()))
     line = (
-        f"{len(kept):,} of {len(ends):,} {what} are not what the tokenizer gives back: {text!r} "
+        f"{len(kept):,} of {len(ends):,} targets are not what the tokenizer gives back: {text!r} "
         f"becomes {decoded!r}; metrics of generated texts compare with the text of the row"
     )
     return [line]

@@ -17,7 +17,6 @@ from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 
 class PairRows(AnswerRows):
@@ -32,6 +31,8 @@ class PairRows(AnswerRows):
     """
 
     unit = "samples"
+    rows_are = "pairs"
+    head_numbers = HEAD
 
     def __init__(
         self,
@@ -76,10 +77,6 @@ class PairRows(AnswerRows):
         made = PaddedPairs(pairs, self.length, content)
         self.pairs["data"] = made
         return made
-
-    def _remarks(self, texts: Ragged) -> list[str]:
-        counts = unknown_in(texts, self.tokenizer, head=HEAD)
-        return unknown_notes(counts, self.tokenizer, "pairs")
 
     def _packaged(self) -> Source:
         columns = dict.fromkeys(self.columns, "")

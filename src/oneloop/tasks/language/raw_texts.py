@@ -8,7 +8,6 @@ from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
 from oneloop.tasks.rows.cache import rows_content
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     SplitBy,
@@ -18,7 +17,6 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     skipped_rows,
 )
-from oneloop.tasks.text_notes import unknown_in, unknown_notes
 
 
 class RawTexts(LanguageModel):
@@ -87,13 +85,6 @@ class RawTexts(LanguageModel):
     def _samples(self, part: Texts, name: str) -> Any:
         """Return the samples of one split; only training samples are packed."""
         raise NotImplementedError
-
-    def _note_unknown(self, texts: Ragged, name: str, *, scale: int = 1) -> None:
-        """Add a log line about tokens that the tokenizer does not know."""
-        if self.name is not None:
-            tokenizer = self.tokenizer.model
-            lines = unknown_notes(unknown_in(texts, tokenizer, scale=scale), tokenizer, "texts")
-            self._data_notes += [f"{name}: {line}" for line in lines]
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         local_only(data)

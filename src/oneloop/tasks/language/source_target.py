@@ -115,8 +115,6 @@ class SourceTarget:
         content: dict[str, Any] | None,
     ) -> None:
         self.content = content
-        self.remarks = list[str]()
-        """lines about the texts"""
         self._special = ends
         self._values = texts.values
         self._limits = lengths
@@ -196,7 +194,7 @@ class SourceTarget:
     @property
     def warning(self) -> str:
         """A line for the user if texts are too long for the model; else empty."""
-        return "; ".join(self.remarks)
+        return "; ".join(self.notes("cut"))
 
     def about(self) -> str:
         """Return a log line about the lengths."""
