@@ -29,7 +29,7 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.rows.remote_checks import is_remote, sampled
+from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
 from oneloop.tasks.text_notes import cut_notes, unknown_notes, unknown_token
@@ -160,9 +160,10 @@ class TextRows(SplitSets):
         whole_reader.length = 1 << 30
         texts = self._texts(source.columns)
         for split, rows in source.parts.items():
-            what = "checked texts" if is_remote(rows) else "texts"
+            if is_remote(rows):
+                continue  # they are not all read before a run
             made = ragged(
-                sampled(rows),
+                rows,
                 partial(_measured, whole_reader, texts),
                 made_by=["sizes", tokenizer and tokenizer_key(tokenizer), texts],
                 what="measuring the texts",
@@ -174,12 +175,12 @@ class TextRows(SplitSets):
             lines = cut_notes(
                 int((longer > 0).sum()),
                 len(longer),
-                f"{what} are longer than {self.reader.length:,} {unit}",
+                f"texts are longer than {self.reader.length:,} {unit}",
                 "truncated",
                 lost=longer.sum(),
                 loses=f"{{:,}} {unit} are left out",
             )
-            for line in lines + unknown_notes(unknown, tokenizer, what):
+            for line in lines + unknown_notes(unknown, tokenizer, "texts"):
                 yield f"{split}: {line}"
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
@@ -224,12 +225,18 @@ class TextRows(SplitSets):
 
 
 def _measured(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.int32]:
-    """Return the number of tokens of each text of a row, and of those that are unknown."""
+    """Return the number of tokens of each text of a row, and of those that are unknown.
+
+    Raise ValueError if a value is missing.
+    """
     unknown = unknown_token(getattr(reader, "tokenizer", None))
     sizes = list[int]()
     for names in texts:
         values = [row[name] for name in names]
-        if isinstance(values[0], list):
+        is_words = isinstance(values[0], list)
+        if None in (values[0] if is_words else values):
+            raise ValueError(f"no value in {names}")
+        if is_words:
             sample = reader.encode_words(*values)[0]
         else:
             sample = reader.encode(*values)

@@ -5,7 +5,6 @@ row, as bytes that are larger than any token.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import dropwhile, takewhile
 from typing import Any
 
 import numpy as np
@@ -29,30 +28,43 @@ def with_text(tokens: NDArray[np.int32], text: str, tokenizer: Any) -> NDArray[n
     for special in tokenizer.all_special_tokens:
         text = text.replace(special, "")
     text = text.strip()
-    if tokenizer.decode(first_answer(tokens.tolist()), skip_special_tokens=True).strip() == text:
+    answer = first_answer(tokens.tolist())
+    written = tokenizer.decode(answer, skip_special_tokens=True)
+    if written.strip() == text:
         return tokens
-    content = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    return np.append(content.astype(np.int32) + np.int32(BYTE), tokens)
+
+    content = text.encode(errors="replace")
+    kept = [byte + BYTE for byte in content]
+    return np.array([*kept, *tokens], dtype=np.int32)
 
 
 def first_answer(tokens: Iterable[int]) -> list[int]:
     """Return the first tokens that are not negative."""
-    answer = dropwhile(lambda token: token < 0, tokens)
-    return [*takewhile(lambda token: token >= 0, answer)]
+    answer = list[int]()
+    for token in tokens:
+        if token >= 0:
+            answer.append(token)
+        elif answer:
+            break
+    return answer
 
 
 def apart(tokens: NDArray[np.int32]) -> tuple[NDArray[np.int32], str]:
     """Return the tokens, and the text before them or ""."""
     start = int((tokens >= BYTE).sum())
-    return tokens[start:], bytes((tokens[:start] - BYTE).tolist()).decode()
+    content = tokens[:start] - BYTE
+    text = bytes(content.tolist())
+    return tokens[start:], text.decode()
 
 
 def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Return where each text begins in ``texts.values``, where its tokens do, and where it ends."""
     ends = np.asarray(texts.ends, dtype=np.int64)
     begins = np.append(0, ends)[:-1]
-    kept = np.searchsorted(ends, np.flatnonzero(texts.values >= BYTE), side="right")
-    return begins, begins + np.bincount(kept, minlength=len(ends)), ends
+    places = np.flatnonzero(texts.values >= BYTE)
+    text = np.searchsorted(ends, places, side="right")
+    sizes = np.bincount(text, minlength=len(ends))
+    return begins, begins + sizes, ends
 
 
 def kept_notes(texts: Ragged, decode: Callable[[list[int]], str]) -> list[str]:
@@ -66,8 +78,13 @@ def kept_notes(texts: Ragged, decode: Callable[[list[int]], str]) -> list[str]:
     kept = np.flatnonzero(begins < starts)
     if not len(kept):
         return []
-    tokens, text = apart(texts.values[begins[kept[0]] : ends[kept[0]]])
-    decoded = decode(first_answer(tokens.tolist()))
+
+    # Show the first one.
+    begin = begins[kept[0]]
+    end = ends[kept[0]]
+    tokens, text = apart(texts.values[begin:end])
+    answer = first_answer(tokens.tolist())
+    decoded = decode(answer)
     line = (
         f"{len(kept):,} of {len(ends):,} targets are not what the tokenizer gives back: {text!r} "
         f"becomes {decoded!r}; metrics of generated texts compare with the text of the row"
@@ -82,4 +99,8 @@ def references(batch: Mapping[str, Any], decoded: Sequence[Any]) -> list[Any]:
         batch: of ``collate``; its entry ``text`` has the kept text of each sample, or "".
         decoded: one for each sample.
     """
-    return [text or other for text, other in zip(batch.get("text", decoded), decoded, strict=True)]
+    kept = batch.get("text", decoded)
+    found = []
+    for text, other in zip(kept, decoded, strict=True):
+        found.append(text or other)
+    return found

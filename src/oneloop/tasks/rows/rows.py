@@ -223,12 +223,8 @@ def divided(
     key = key_of(rows_content(rows), share, *filter(None, [label, text and [text]]))
     with alone(f"held-out/{key}.npz") as path:
         validation, test, rare, repeats = _draw_splits(rows, share, path, label, text)
-        if text and notes is not None:
-            distinct, shared = repeats.tolist()
-            notes.append(
-                f"{distinct:,} of {len(rows):,} rows are distinct, and equal ones share a split; "
-                f"{shared:,} values of {text!r} are in train and in a split drawn from it"
-            )
+        if repeats and notes is not None:
+            notes.append(repeats)
         if rare and notes is not None:
             shown = ", ".join(f"{name} ({count})" for name, count in [*rare.items()][:5])
             notes.append(
@@ -270,17 +266,17 @@ def without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
 
 def _draw_splits(
     rows: Rows, share: float, path: Path, label: str, text: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], NDArray[np.int64]]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], str]:
     """Return the indices of the validation and the test rows; cache them in a file.
 
     Of each class of the column ``label`` some row is a training row. Also return how many rows stay
-    in train for this, by class; and the number of distinct rows, and of values of the column
+    in train for this, by class; and a line about distinct rows, and about values of the column
     ``text`` that are in train and in another split.
     """
     try:
         with np.load(path) as cached:
             found = json.loads(str(cached["rare"]))
-            return cached["validation"], cached["test"], found, cached["repeats"]
+            return cached["validation"], cached["test"], found, str(cached["repeats"])
     except (OSError, ValueError, KeyError, BadZipFile):
         pass  # missing or damaged: recomputed below
 
@@ -322,12 +318,16 @@ def _draw_splits(
             rare = found
 
     # Count what repeats.
-    is_held_out = np.isin(np.arange(len(number)), np.concatenate([validation, test]))
-    of_text = np.concatenate(texts)
-    shared = 0
+    repeats = ""
     if text:
-        shared = len(np.intersect1d(of_text[is_held_out], of_text[~is_held_out]))
-    repeats = np.array([len(np.unique(number)), shared])
+        is_held_out = np.isin(np.arange(len(number)), np.concatenate([validation, test]))
+        of_text = np.concatenate(texts)
+        shared = np.intersect1d(of_text[is_held_out], of_text[~is_held_out])
+        distinct = len(np.unique(number))
+        repeats = (
+            f"{distinct:,} of {len(number):,} rows are distinct, and equal ones share a split; "
+            f"{len(shared):,} values of {text!r} are in train and in a split drawn from it"
+        )
 
     # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
