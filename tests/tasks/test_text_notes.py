@@ -121,7 +121,8 @@ def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
     for _ in range(2):
         task = Seq2Seq(data, **known)  # type: ignore[arg-type]
         unknown, kept = lines_about(task)
-        assert unknown == "2 tokens in 2 of 8 pairs are unknown to the tokenizer ('<unk>')"
+        line = "2 tokens in 2 of 8 pairs are unknown to the tokenizer ('<unk>')"
+        assert unknown == f"{line}; 2 of these tokens are targets"
         assert kept == (
             "4 of 8 targets are not what the tokenizer gives back: '{a}' becomes ''; metrics of "
             "generated texts compare with the text of the row"
@@ -222,7 +223,7 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
     assert lines_about(TextClassification(data, length=40)) == [line]
     for pack in ("concat", "padded"):
         task = MaskedLM(data, model=encoder, block=64, pack=pack)  # type: ignore[arg-type]
-        assert unknown in lines_about(task)
+        assert f"{unknown}; 0 of these tokens are targets" in lines_about(task)
     pairs = [{"anchor": text, "positive": "the mat"} for text in texts]
     data = write(tmp_path / "pairs/train.jsonl", pairs)
     write(tmp_path / "pairs/validation.jsonl", pairs[1:3])
@@ -238,7 +239,8 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
     data = write(tmp_path / "answers/train.jsonl", rows)
     write(tmp_path / "answers/validation.jsonl", rows[:2])
     task = Preference(data, model=llama(tmp_path / "llama"), length=2)
-    assert lines_about(task) == ["3 tokens in 3 of 40 pairs are unknown to the tokenizer ('<unk>')"]
+    line = "3 tokens in 3 of 40 pairs are unknown to the tokenizer ('<unk>')"
+    assert lines_about(task) == [f"{line}; 3 of these tokens are targets"]
     about = task.train_set().about()
     cut = "warning: 40 of 40 pairs are longer than 3 tokens (2 targets) and are truncated"
     assert f"{cut}; of 40 the answer loses its end" in about

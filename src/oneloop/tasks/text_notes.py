@@ -48,25 +48,29 @@ def unknown_token(tokenizer: Any) -> int | None:
     return int(tokenizer.unk_token_id)
 
 
-def unknown_notes(counts: NDArray[Any], tokenizer: Any, what: str) -> list[str]:
+def unknown_notes(
+    counts: NDArray[Any], tokenizer: Any, what: str, *, trained: int | None = None
+) -> list[str]:
     """Return a line about unknown tokens; none if there are none.
 
     Args:
         counts: of each text.
         tokenizer: of transformers.
         what: plural of what is counted.
+        trained: number of these tokens that are targets, if some texts are not trained.
     """
     texts = np.count_nonzero(counts)
     if not texts:
         return []
     found = f"{counts.sum():,} tokens in {texts:,} of {len(counts):,} {what}"
-    return [f"{found} are unknown to the tokenizer ({tokenizer.unk_token!r})"]
+    end = "" if trained is None else f"; {trained:,} of these tokens are targets"
+    return [f"{found} are unknown to the tokenizer ({tokenizer.unk_token!r}){end}"]
 
 
 def unknown_in(
     texts: Ragged, tokenizer: Any, *, scale: int = 1, head: int = 0
-) -> NDArray[np.int64]:
-    """Return the number of unknown tokens of each text.
+) -> tuple[NDArray[np.int64], int]:
+    """Return the number of unknown tokens of each text, and how many of all are targets.
 
     Args:
         texts: tokens, or their complements.
@@ -79,4 +83,5 @@ def unknown_in(
     places = np.flatnonzero(np.isin(texts.values, [*codes, *(~code for code in codes)]))
     text = np.searchsorted(texts.ends, places, side="right")
     is_token = places >= np.append(0, texts.ends)[text] + head
-    return np.bincount(text[is_token], minlength=len(texts.ends))
+    trained = texts.values[places[is_token]] >= 0
+    return np.bincount(text[is_token], minlength=len(texts.ends)), int(trained.sum())

@@ -89,8 +89,8 @@ class TokenTargets(SplitSets):
         tokenizer = self.tokenizer
         if not hasattr(tokenizer, "unk_token"):
             tokenizer = getattr(tokenizer, "model", None)
-        counts = unknown_in(texts, tokenizer, scale=scale, head=head)
-        lines = unknown_notes(counts, tokenizer, what)
+        counts, trained = unknown_in(texts, tokenizer, scale=scale, head=head)
+        lines = unknown_notes(counts, tokenizer, what, trained=trained)
         if not head:
             lines += kept_notes(texts, self._answer)
         self._data_notes += [f"{split}: {line}" for line in lines]
