@@ -130,7 +130,7 @@ class Chat:
     ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
-        The text of the first answer follows if its tokens do not give it back.
+        The text of the first answer precedes them if they do not give it back.
 
         Args:
             messages: messages with role and content, in transformers' format.

@@ -15,7 +15,7 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
-    The completion's text follows if the tokens do not give it back.
+    The completion's text precedes them if they do not give it back.
     A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
     prompt is empty.
     """
