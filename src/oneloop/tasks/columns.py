@@ -25,6 +25,7 @@ from oneloop.tasks.rows.remote_checks import (
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 
 _CACHE_VERSION = 3  # increase it if a check changes
+UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -267,6 +268,9 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
         missing = values.is_null()
         if hasattr(kind, "names"):
             missing = compute.or_(missing, compute.less(compute.fill_null(values, -1), 0))
+            if lists:  # a tag of -100 is ignored
+                ignored = compute.equal(compute.fill_null(values, -1), -100)
+                missing = compute.and_not(missing, ignored)
         elif distinct and is_text(kind):
             missing = compute.or_(missing, compute.equal(compute.fill_null(values, ""), ""))
         missing = missing.to_numpy(zero_copy_only=False)
@@ -297,6 +301,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
         # Collect the values, and stop if there are too many to be classes.
         if distinct:
             seen |= set(compute.unique(values.filter(~missing)).to_pylist())
+            seen -= {*UNTAGGED} if lists else set()
         if len(seen) > _MAX_LABELS:
             raise ValueError(
                 f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: "
