@@ -166,12 +166,11 @@ def only_task(file: str) -> str:
     # Find the names that stand for packaged tasks, or for their modules.
     packaged = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks"):
-            packaged |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", "")
             for alias in node.names:
-                if alias.name.startswith("oneloop.tasks"):
-                    packaged.add(alias.asname or "oneloop")
+                if f"{module}.{alias.name}".strip(".").startswith("oneloop.tasks."):
+                    packaged.add(alias.asname or alias.name.partition(".")[0])
     packaged.discard("Task")
 
     # Find the members of each class: those of its base classes, and its own.
@@ -193,16 +192,12 @@ def only_task(file: str) -> str:
     for name, own in members.items():
         if name not in packaged and "model" in own and own & {"loss", "batch_loss"}:
             names.append(name)
-    if not names:
-        raise BadInput(
-            f"task.name {file!r} has no class with model() and loss() or batch_loss(); name the "
-            f"class: {file}:MyTask"
-        )
-    if len(names) > 1:
-        raise BadInput(
-            f"task.name {file!r} has {len(names)} tasks ({', '.join(names)}); name the class: "
-            f"{file}:{names[0]}"
-        )
+    if len(names) != 1:
+        found = "no class with model() and loss() or batch_loss()"
+        if names:
+            found = f"{len(names)} tasks ({', '.join(names)})"
+        example = [*names, "MyTask"][0]
+        raise BadInput(f"task.name {file!r} has {found}; name the class: {file}:{example}")
     return f"{file}:{names[0]}"
 
 
