@@ -155,9 +155,8 @@ def _split(group: str, name: str) -> tuple[str, str]:
 def only_task(file: str) -> str:
     """Return ``file.py:Name`` for the only task of a file, which is not imported.
 
-    A task is a class that defines ``model`` and a loss, itself or in a base class: of the file or
-    of oneloop.tasks. A loss is ``loss``, or ``embed`` with ``batch_loss``. Raise BadInput if the
-    file has no task, or several.
+    A task is a class that defines ``model``, and ``loss`` or ``batch_loss``, itself or in a base
+    class: of the file or of oneloop.tasks. Raise BadInput for none or several.
     """
     # Read the file. It is imported later, and only if it is chosen.
     file = file.removesuffix(":")
