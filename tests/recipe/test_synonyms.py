@@ -235,11 +235,6 @@ FILES = {
         "def loss(self, m, b): ...\nclass Own:\n    def model(self): ...\n    loss = loss\n",
         "assigned.py:Own",
     ),
-    "module.py": ("from oneloop.tasks import sft\nclass Mine(sft.SFT): pass\n", "module.py:Mine"),
-    "package.py": (
-        "import oneloop.tasks.sft\nclass A(oneloop.tasks.sft.SFT): ...\n",
-        "package.py:A",
-    ),
 }
 
 

@@ -162,17 +162,12 @@ def only_task(file: str) -> str:
     file = file.removesuffix(":")
     tree = _read(Path(file))
 
-    # Find the names that stand for packaged tasks, or for their modules.
+    # Find the members of each class: those of its base classes, and its own.
     packaged = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            module = getattr(node, "module", "")
-            for alias in node.names:
-                if f"{module}.{alias.name}".strip(".").startswith("oneloop.tasks."):
-                    packaged.add(alias.asname or alias.name.partition(".")[0])
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks."):
+            packaged |= {alias.asname or alias.name for alias in node.names}
     packaged.discard("Task")
-
-    # Find the members of each class: those of its base classes, and its own.
     members = {name: {"model", "loss"} for name in packaged}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -183,7 +178,7 @@ def only_task(file: str) -> str:
                 elif isinstance(one, ast.Assign):  # loss = a function
                     own |= set(map(ast.unparse, one.targets))
             for base in node.bases:
-                own |= members.get(ast.unparse(base).partition(".")[0], set())
+                own |= members.get(ast.unparse(base), set())
             members[node.name] = own
 
     # Choose the classes that have a model and a loss.
