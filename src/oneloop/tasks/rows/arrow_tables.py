@@ -6,7 +6,6 @@ They come from JSON Lines, csv and Arrow files, image folders, and data sets of 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from oneloop.tasks.rows.cache import (
     numbers_key,
     rows_content,
 )
-from oneloop.tasks.rows.column_types import MIXED
+from oneloop.tasks.rows.column_types import reject_mixed
 from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
@@ -32,7 +31,6 @@ from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.rows.text_tables import Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
-_SHOWN = 100  # rows whose objects give names for messages
 
 
 class Table:
@@ -132,7 +130,6 @@ def _table(
     if found.regrouped:
         content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
-    nested = ""  # fields of objects, for messages
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
@@ -140,29 +137,20 @@ def _table(
         elif found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
-            made = converted(found, split, files, content)
             # Objects of JSON Lines have no types, so their fields become columns.
-            names = made.dataset.column_names
-            fields = [
-                name for name in columns or () if name not in names and is_wanted(name, names)
-            ]
-            if fields and found.kind == "json":
-                made = converted(found, split, files, content, fields)
-                first = map(
-                    Table(made.dataset, {}, {0: name}).__getitem__, range(len(made.dataset))
-                )
-                known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
-                nested = "".join(
-                    f", {field}" for field in sorted(known.difference(made.dataset.column_names))
-                )
+            fields = [column for column in columns or () if "." in column]
+            made = converted(found, split, files, content, fields)
             dataset = made.dataset
     if split:
         content["part"] = split
     if columns is None:
         columns = dataset.column_names
     if made is None:
-        return Table(with_columns(dataset, columns, name, nested), content, {0: name})
-    dataset = with_columns(dataset, columns, name, nested + made.about)
+        return Table(with_columns(dataset, columns, name), content, {0: name})
+    reject_mixed(made.mixed, columns, name)
+    first = Table(dataset, {}, {0: name})[0] if fields else {}
+    known = "".join(f", {field}" for field in sorted(flattened(first).keys() - first.keys()))
+    dataset = with_columns(dataset, columns, name, known + made.about)
     table = Table(dataset, content, {0: name, **made.names}, made.about)
 
     # Values of columns that are not read do not count.
@@ -266,7 +254,7 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
         about: more about its columns, for the message about a missing one.
 
     Raises:
-        ValueError: a column is missing, or holds several types.
+        ValueError: a column is missing.
     """
     from datasets import Audio, Image, concatenate_datasets
 
@@ -275,9 +263,6 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     flat = dataset.column_names
     fields = []
     for column in columns:
-        wrong = getattr(dataset.features.get(column), "id", None) or ""
-        if wrong.startswith(MIXED):
-            raise ValueError(f"{name}: column {column!r} {wrong}")
         found = dataset
         if column not in flat:
             # A format, which lists columns, would hide the fields of objects.

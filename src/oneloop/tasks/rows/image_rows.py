@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.column_types import Columns
+from oneloop.tasks.rows.column_types import Columns, reject_mixed
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import (
     Found,
@@ -71,6 +71,7 @@ def image_rows(
     columns = Columns()
     columns.add(rows, files)
     table = pyarrow.Table.from_arrays(columns.arrays(rows, files), schema=columns.schema())
+    reject_mixed(columns.mixed, read, there.where)
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 

@@ -18,7 +18,7 @@ from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
-from oneloop.tasks.rows.column_types import Columns, JsonRows, Misfit
+from oneloop.tasks.rows.column_types import Columns, JsonRows
 from oneloop.tasks.rows.csv_json_lines import (
     DIALECTS,
     FileRow,
@@ -30,7 +30,7 @@ from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.objects import with_fields
 
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
-_VERSION = 6  # version of the conversion; increase it if the result for the same files changes
+_VERSION = 7  # version of the conversion; increase it if the result for the same files changes
 _ROWS = 1000  # rows of a batch
 _STARTED = time.time()  # of this process
 
@@ -45,12 +45,14 @@ class Converted:
             the whole row.
         about: how the rows seem to be stored, if the file is one JSON object; for messages.
         names: names of the files by number of the first row, if they are known.
+        mixed: columns of several types, and why.
     """
 
     dataset: Any
     unreadable: Sequence[tuple[int, str, str, str | None]]
     about: str
     names: Mapping[int, str]
+    mixed: Mapping[str, str]
 
 
 def converted(
@@ -104,7 +106,7 @@ def converted(
     for index, number, line, why, column in report["unreadable"]:
         unreadable.append((index, f"{filled[number]}, line {line}", why, column))
     names = {first: str(filled[number]) for first, number in report["firsts"]}
-    return Converted(dataset, unreadable, report["about"], names)
+    return Converted(dataset, unreadable, report["about"], names, report["mixed"])
 
 
 def _convert(
@@ -174,6 +176,7 @@ class _Report:
         self._firsts = dict[int, int]()  # number of the first row, by file
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
+        self.mixed: Mapping[str, str] = {}  # columns of several types, and why
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
@@ -195,7 +198,12 @@ class _Report:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
         firsts = [(first, file) for file, first in self._firsts.items()]
-        noticed = {"unreadable": self.unreadable, "about": self._about, "firsts": firsts}
+        noticed = {
+            "unreadable": self.unreadable,
+            "about": self._about,
+            "firsts": firsts,
+            "mixed": self.mixed,
+        }
         with replacing(file) as draft:
             draft.write_text(json.dumps(noticed))
 
@@ -253,27 +261,21 @@ def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Seq
     """Write the rows of JSON files.
 
     Strings stay strings (pyarrow would convert dates). All values of a column with objects become
-    JSON text, which keeps their nulls, as do the values of a column with several types.
+    JSON text, which keeps their nulls.
     """
+    import pyarrow
+
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
     for rows, places in _json_batches(files, report, fields):
         columns.add(rows, places)
-    for _ in range(1 + len(columns.types)):
-        try:
-            _write(_json(files, columns, fields), draft)
-            return
-        except Misfit as error:
-            columns.mix(error.column, error.why)
-
-
-def _json(files: Sequence[Path], columns: Columns, fields: Sequence[str]) -> Iterator[Any]:
-    """Yield batches of the rows of JSON files."""
-    import pyarrow
-
     schema = columns.schema()
-    for rows, places in _json_batches(files, _Report(files), fields):
-        yield pyarrow.record_batch(columns.arrays(rows, places), schema)
+    batches = (
+        pyarrow.record_batch(columns.arrays(rows, places), schema)
+        for rows, places in _json_batches(files, _Report(files), fields)
+    )
+    _write(batches, draft)
+    report.mixed = columns.mixed
 
 
 def _json_batches(
