@@ -191,8 +191,8 @@ def checked_values(
     """Check a column of values, or of lists of them; see :func:`checked_rows`."""
     kind = element_type(rows.types[column]) or rows.types[column]
     check = partial(check_value, column, kind, rule)
-    names = getattr(kind, "names", ())
-    return checked_rows(source, rows, [column], rule, check, known=known, names=names)
+    classes = len(getattr(kind, "names", ()))
+    return checked_rows(source, rows, [column], rule, check, known=known, classes=classes)
 
 
 def checked_rows(
@@ -203,7 +203,7 @@ def checked_rows(
     check: Check,
     *,
     known: bool = False,
-    names: Sequence[str] = (),
+    classes: int = 0,
 ) -> Sequence[Any]:
     """Check each row once, cached by content; return the distinct values if they are labels.
 
@@ -217,7 +217,7 @@ def checked_rows(
         rule: name of the check; of ``labels``, the distinct values are returned.
         check: returns what is wrong with a row; empty if nothing is.
         known: whether the classes are known already.
-        names: the classes in the schema, if they are there.
+        classes: number of classes in the schema.
 
     Raises:
         ValueError: a row cannot be used, or the labels of remote rows are too many.
@@ -226,17 +226,17 @@ def checked_rows(
         source.checks[f"{rule} {columns}"] = check
         if rule != "labels" or known:
             rows = sampled(rows)
-        elif not names:
+        elif not classes:
             reject_large_labels(rows, columns[0])
     key = key_of(_CACHE_VERSION, rows_content(rows), columns, rule)
     with alone(f"values/{key}.json") as file:
         if not file.exists():
             try:
-                values = _check_each(rows, columns, rule, check, len(names))
+                values = _check_each(rows, columns, rule, check, classes)
             except UnicodeDecodeError:
                 # Texts of remote rows that are not UTF-8 are listed while they are read.
                 some = with_texts(rows, columns, None if source.skipped is None else [])
-                return _check_each(some, columns, rule, check, len(names))
+                return _check_each(some, columns, rule, check, classes)
             # Do not cache the values of rows with findings: they would not be found again.
             findings = FINDINGS.get()
             if findings and findings.unusable:

@@ -24,7 +24,7 @@ from oneloop.tasks.rows.cache import (
 from oneloop.tasks.rows.column_types import reject_mixed
 from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
-from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.image_rows import image_rows, metadata_files
 from oneloop.tasks.rows.objects import flattened, value_of
 from oneloop.tasks.rows.parquet_files import decoded_column, is_wanted, plain_features
 from oneloop.tasks.rows.rows import FINDINGS, Row
@@ -124,7 +124,7 @@ def _table(
     name = str(files[0] if len(files) == 1 else found.root)
     described = [*files]
     if found.kind == "image":
-        described += metadata_of(found)
+        described += metadata_files(found).values()
     content = content_of(described, found.root)
     # Results for labels that are not the names of the images' own folders are cached separately.
     if found.regrouped:
@@ -192,18 +192,13 @@ def _wrong(rows: Any, columns: Sequence[str]) -> list[tuple[int, str]]:
             try:
                 array.validate(full=True)
             except ValueError:
-                found += [(before + at, column) for at, text in enumerate(array) if _is_bytes(text)]
+                for index, value in enumerate(array, start=before):
+                    try:
+                        value.as_py()
+                    except UnicodeDecodeError:
+                        found.append((index, column))
             before += len(array)
     return found
-
-
-def _is_bytes(value: Any) -> bool:
-    """Return whether a value of Arrow, or a value in it, is a text that is not UTF-8."""
-    try:
-        value.as_py()
-    except UnicodeDecodeError:
-        return True
-    return False
 
 
 def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] | None) -> Any:
@@ -263,14 +258,12 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     flat = dataset.column_names
     fields = []
     for column in columns:
-        found = dataset
         if column not in flat:
             # A format, which lists columns, would hide the fields of objects.
-            objects = [one for one, kind in dataset.features.items() if isinstance(kind, dict)]
+            objects = [one for one in flat if isinstance(dataset.features[one], dict)]
             parents = sorted((one for one in objects if is_wanted(column, [one])), key=len)
             found = dataset.select_columns(parents[-1:]).with_format(None)
-        found = down_to(found, column, name, flat, about, max_depth=2)
-        if column not in flat:
+            found = down_to(found, column, name, flat, about, max_depth=2)
             fields.append(found.select_columns([column]))
     dataset = dataset.select_columns([column for column in columns if column in flat])
     if fields:
@@ -383,8 +376,8 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
 
     # A word is enough (train1), if no other split has it, and none has exactly its name.
     words = [split_of(split) for split in loaded]
-    by_word = zip(words, loaded, strict=True)
-    named = {word: split for word, split in by_word if word and words.count(word) == 1}
+    named = {split_of(split): split for split in loaded if words.count(split_of(split)) == 1}
+    named.pop("", None)
     named |= {SPLITS[split]: split for split in loaded if split in SPLITS}
     if "train" not in named:
         raise ValueError(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from oneloop.tasks.rows.objects import OBJECTS, as_json
@@ -29,10 +30,8 @@ class Columns:
         """
         import pyarrow
 
-        names: dict[str, None] = {}  # in order of appearance
-        for row in rows:
-            names.update(dict.fromkeys(row))
-        for name in names:
+        # The names are in order of appearance.
+        for name in dict.fromkeys(chain.from_iterable(rows)):
             values = [row.get(name) for row in rows]
             self.types.setdefault(name, pyarrow.null())
             if _holds_objects(values):

@@ -88,7 +88,7 @@ def _checked(checks: Sequence[Check], make: Callable[[Row], Any], row: Row) -> A
     for check in checks:
         why = check(row)
         if why:
-            raise ValueError(why.removeprefix(":").strip())
+            raise ValueError(why.lstrip(": "))
     return make(row)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -173,23 +173,21 @@ class _Report:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.rows = 0
-        self._firsts = dict[int, int]()  # number of the first row, by file
+        self.firsts = dict[int, int]()  # number of the first row, by file
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
         self.mixed: Mapping[str, str] = {}  # columns of several types, and why
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
-        self._firsts.setdefault(file, self.rows)
+        self.firsts.setdefault(file, self.rows)
         for row in rows:
             if row.values is None:
                 self.unreadable.append((self.rows, file, row.line, row.why, None))
             for column, why in row.bad.items():
                 self.unreadable.append((self.rows, file, row.line, why, column))
             self.rows += 1
-            self._about = ""
-            if self.rows == 1 and row.values:
-                self._about = about_one_object(row.values)
+            self._about = about_one_object(row.values or {}) if self.rows == 1 else ""
 
     def write(self, file: Path) -> None:
         """Write the report. Raise ValueError if no row can be read."""
@@ -197,7 +195,7 @@ class _Report:
         if whole and len(whole) == self.rows:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
-        firsts = [(first, file) for file, first in self._firsts.items()]
+        firsts = [(first, file) for file, first in self.firsts.items()]
         noticed = {
             "unreadable": self.unreadable,
             "about": self._about,
@@ -211,14 +209,9 @@ class _Report:
 def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
     """Yield the number of a file and its next rows, for all files in order."""
     for number, file in enumerate(files):
-        rows = list[FileRow]()
-        for row in file_rows(file, kind):
-            rows.append(row)
-            if len(rows) == _ROWS:
-                yield number, rows
-                rows = []
-        if rows:
-            yield number, rows
+        rows = file_rows(file, kind)
+        while batch := list(islice(rows, _ROWS)):
+            yield number, batch
 
 
 def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
@@ -235,9 +228,7 @@ def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
                 f"{', '.join(names)}"
             )
 
-    with_rows = set[int]()  # numbers of the files
     for number, rows in _in_batches(files, kind):
-        with_rows.add(number)
         report.add(number, rows)
         arrays = []
         for name in names:
@@ -246,7 +237,7 @@ def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
         yield pyarrow.record_batch(arrays, names=names)
 
     for number, file in enumerate(files):
-        if number not in with_rows:
+        if number not in report.firsts:
             raise ValueError(
                 f"{file} has no rows; remove it, or write rows below the names of the columns"
             )
