@@ -18,10 +18,10 @@ from oneloop.tasks.columns import (
     checked_values,
     columns_of,
     element_type,
+    is_text,
     wrong_type,
 )
 from oneloop.tasks.rows.image_rows import composed
-from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels
 from oneloop.tasks.rows.rows import Row
@@ -317,12 +317,8 @@ def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:
 
 def _is_label(kind: Any) -> bool:
     """Whether a column of this type holds one label per row."""
-    if element_type(kind) is not None or isinstance(kind, Mapping):
-        return False
-    if getattr(kind, "id", None) == OBJECTS:
-        return False
     dtype = str(getattr(kind, "dtype", ""))
-    return dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
+    return is_text(kind) or dtype == "bool" or dtype.startswith(("int", "uint"))
 
 
 def _name(kind: Any, value: Any) -> str:

@@ -130,6 +130,7 @@ def _table(
     if found.regrouped:
         content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
+    fields = list[str]()
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
@@ -137,9 +138,13 @@ def _table(
         elif found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
-            # Objects of JSON Lines have no types, so their fields become columns.
-            fields = [column for column in columns or () if "." in column]
-            made = converted(found, split, files, content, fields)
+            made = converted(found, split, files, content)
+            if found.kind == "json":
+                # Objects have no types here, so their fields become columns.
+                dotted = {column for column in columns or () if "." in column}
+                fields = sorted(dotted.difference(made.dataset.column_names))
+            if fields:
+                made = converted(found, split, files, content, fields)
             dataset = made.dataset
     if split:
         content["part"] = split

@@ -48,7 +48,7 @@ class Columns:
         use: Callable[[Sequence[Any]], Any],
         places: Sequence[object],
     ) -> Any:
-        """Return the result of ``use``; if it fails, None, and note the first value that fails.
+        """Return the result of ``use``; if it fails, nulls, and note the first value that fails.
 
         Args:
             name: of the column.
@@ -70,7 +70,7 @@ class Columns:
                     why = f"{shown} in {place} does not fit the type {self.types[name]} of others"
                     self.mixed.setdefault(name, f"{why}; write one type, such as text")
                     break
-        return None
+        return pyarrow.nulls(len(values), self.types[name])
 
     def _widen(self, name: str, values: Sequence[Any]) -> None:
         """Set the type of a column to one that holds these values and the earlier ones."""
@@ -109,8 +109,7 @@ class Columns:
             values = [row.get(name) for row in rows]
             if name in self.objects:
                 values = list(map(as_json, values))
-            array = self._used(name, values, partial(pyarrow.array, type=kind), places)
-            arrays.append(pyarrow.nulls(len(rows), kind) if array is None else array)
+            arrays.append(self._used(name, values, partial(pyarrow.array, type=kind), places))
         return arrays
 
 

@@ -232,7 +232,8 @@ def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
         report.add(number, rows)
         arrays = []
         for name in names:
-            values = [_value(row, name) for row in rows]
+            # A row that cannot be read has no values.
+            values = [(row.values or {}).get(name) for row in rows]
             arrays.append(pyarrow.array(values, pyarrow.large_string()))
         yield pyarrow.record_batch(arrays, names=names)
 
@@ -241,11 +242,6 @@ def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
             raise ValueError(
                 f"{file} has no rows; remove it, or write rows below the names of the columns"
             )
-
-
-def _value(row: FileRow, column: str) -> Any:
-    """Return a value of a row; None if it is missing, or cannot be read."""
-    return row.values.get(column) if row.values else None
 
 
 def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Sequence[str]) -> None:
