@@ -668,12 +668,15 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     assert [(one >= 0).tolist() for one in samples] == [trained for _, trained in kept]
     of_train = [note for note in task.notes if note.startswith("train: ")]
     what = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
-    wanted = [
-        (
-            f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are "
-            f"{what}"
-        )
-    ]
+    begin = "" if overlong == "split" else "warning: "
+    line = (
+        f"train: {begin}{sum(too_long)} of {len(rows)} texts are longer than {length + 1} tokens "
+        f"({length} targets) and are {what}"
+    )
+    if overlong == "cut":
+        lost = sum(any(trained[length + 1 :]) for _, trained in each)
+        line += f"; of {lost} the answer loses its end"
+    wanted = [line]
     if empty := len(pieces_of) - len(kept):
         wanted.append(f"train: {empty} samples have no token to train on and are dropped")
     assert [note for note in of_train if note in wanted] == wanted and 0 < sum(too_long) < len(rows)

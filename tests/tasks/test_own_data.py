@@ -147,7 +147,7 @@ def test_every_kind_of_file_trains_every_task(tmp_path, name):
     metrics = {name.partition("/")[2] for name in ended["single"] if name.startswith("eval/")}
     expected = {
         "text_classification": {"accuracy", "macro_f1", "matthews"},
-        "token_classification": {"accuracy", "macro_f1", "matthews"},
+        "token_classification": {"accuracy", "macro_f1", "matthews", "words_cut"},
         "image_classification": {"accuracy", "macro_f1", "matthews"},
         "text_regression": {"spearman", "pearson", "mean_absolute_error"},
         "causal_lm": {"perplexity", "accuracy", "bits_per_byte"},

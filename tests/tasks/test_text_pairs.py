@@ -123,12 +123,12 @@ def test_equal_texts_are_counted_or_masked(tmp_path):
         f"{one} {n if n > 9 else 0},{other} {n}" for n, (one, other) in enumerate(rows)
     )
     (tmp_path / "pairs.csv").write_text("anchor,positive\n" + lines)
-    (counted,) = task(tmp_path, held_out=0.1).notes
+    _, counted = task(tmp_path, held_out=0.1).notes
     assert (
         "1 anchors" not in counted
         and "are negatives of each other: --task.mask_duplicates true" in counted
     )
-    (masked,) = task(tmp_path, held_out=0.1, mask_duplicates=True).notes
+    _, masked = task(tmp_path, held_out=0.1, mask_duplicates=True).notes
     assert masked.endswith("they are not negatives of each other")
 
 

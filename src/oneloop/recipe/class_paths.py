@@ -155,9 +155,8 @@ def _split(group: str, name: str) -> tuple[str, str]:
 def only_task(file: str) -> str:
     """Return ``file.py:Name`` for the only task of a file, which is not imported.
 
-    A task is a class that defines ``model`` and a loss, itself or in a base class: of the file or
-    of oneloop.tasks. A loss is ``loss``, or ``embed`` with ``batch_loss``. Raise BadInput if the
-    file has no task, or several.
+    A task is a class that defines ``model``, and ``loss`` or ``batch_loss``, itself or in a base
+    class: of the file or of oneloop.tasks. Raise BadInput for none or several.
     """
     # Read the file. It is imported later, and only if it is chosen.
     file = file.removesuffix(":")
@@ -166,12 +165,11 @@ def only_task(file: str) -> str:
     # Find the names that stand for packaged tasks, or for their modules.
     packaged = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks"):
-            packaged |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", "")
             for alias in node.names:
-                if alias.name.startswith("oneloop.tasks"):
-                    packaged.add(alias.asname or "oneloop")
+                if f"{module}.{alias.name}".strip(".").startswith("oneloop.tasks."):
+                    packaged.add(alias.asname or alias.name.partition(".")[0])
     packaged.discard("Task")
 
     # Find the members of each class: those of its base classes, and its own.
@@ -193,16 +191,12 @@ def only_task(file: str) -> str:
     for name, own in members.items():
         if name not in packaged and "model" in own and own & {"loss", "batch_loss"}:
             names.append(name)
-    if not names:
-        raise BadInput(
-            f"task.name {file!r} has no class with model() and loss() or batch_loss(); name the "
-            f"class: {file}:MyTask"
-        )
-    if len(names) > 1:
-        raise BadInput(
-            f"task.name {file!r} has {len(names)} tasks ({', '.join(names)}); name the class: "
-            f"{file}:{names[0]}"
-        )
+    if len(names) != 1:
+        found = "no class with model() and loss() or batch_loss()"
+        if names:
+            found = f"{len(names)} tasks ({', '.join(names)})"
+        example = [*names, "MyTask"][0]
+        raise BadInput(f"task.name {file!r} has {found}; name the class: {file}:{example}")
     return f"{file}:{names[0]}"
 
 

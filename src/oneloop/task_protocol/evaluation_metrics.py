@@ -47,10 +47,14 @@ class ClassCounts:
         classes: number of classes.
         top: k of an additional top-k accuracy (0: none).
         matrix_limit: maximum number of classes for a confusion matrix.
+        number: name of a number to minimize, which the task adds up in ``number``; empty: none.
     """
 
-    def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
+    def __init__(
+        self, classes: int, *, top: int = 0, matrix_limit: int = 100, number: str = ""
+    ) -> None:
         self.top = top
+        self._named = number
         self.higher_is_better: dict[str, bool | None] = {
             "accuracy": True,
             "macro_f1": True,
@@ -60,6 +64,8 @@ class ClassCounts:
             self.higher_is_better["f1"] = True
         if top:
             self.higher_is_better[f"top{top}_accuracy"] = True
+        if number:
+            self.higher_is_better[number] = False
 
         # Tensors without elements stand for metrics that are off.
         side = classes
@@ -69,11 +75,13 @@ class ClassCounts:
         """true positives, predictions and targets of each class"""
         self._matrix = torch.zeros(side, side, dtype=torch.int64)
         self._in_top = torch.zeros(int(bool(top)), dtype=torch.int64)
+        self.number = torch.zeros(int(bool(number)), dtype=torch.int64)
 
     def to(self, device: torch.device) -> "ClassCounts":
         self._matrix = self._matrix.to(device)
         self._counts = self._counts.to(device)
         self._in_top = self._in_top.to(device)
+        self.number = self.number.to(device)
         return self
 
     def update(self, logits: Tensor, target: Tensor) -> None:
@@ -103,7 +111,9 @@ class ClassCounts:
             self._matrix.view(-1).index_add_(0, target * len(self._matrix) + prediction, counted)
 
     def sums(self) -> Sequence[Tensor]:
-        return [sums for sums in (self._counts, self._matrix, self._in_top) if sums.numel()]
+        return [
+            sums for sums in (self._counts, self._matrix, self._in_top, self.number) if sums.numel()
+        ]
 
     def compute(self) -> dict[str, Any]:
         """Return the metrics by name, and the matrix as ``confusion``."""
@@ -131,6 +141,8 @@ class ClassCounts:
             metrics["f1"] = float(f1[1])
         if self.top:
             metrics[f"top{self.top}_accuracy"] = float(on_host(self._in_top) / total)
+        if self._named:
+            metrics[self._named] = float(self.number)
         if self._matrix.numel():
             metrics["confusion"] = self._matrix
         return metrics

@@ -112,6 +112,7 @@ class CausalLM(RawTexts):
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
+        self._note_texts(name, tokens, "texts")
         content = part.fingerprint()
         if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)

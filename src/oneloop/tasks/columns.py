@@ -26,6 +26,7 @@ from oneloop.tasks.rows.remote_checks import (
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 
 _CACHE_VERSION = 4  # increase it if a check changes
+UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -259,6 +260,7 @@ def _check_each(
             unusable(rows.where(number), why)
         elif rule == "labels":
             labels.update(row[0] if isinstance(row[0], list) else row)
+            labels.difference_update(UNTAGGED if isinstance(row[0], list) else ())
         if len(labels) > _MAX_LABELS:
             raise ValueError(
                 f"{rows.where(number)}: {columns[0]!r} has over {_MAX_LABELS:,} different classes: "

@@ -152,6 +152,7 @@ class MaskedLM(RawTexts):
         )
         if not (tokens.values >= 0).any():
             raise ValueError(f"task.data: no text of the {name} split has a token to predict")
+        self._note_texts(name, tokens, "texts", scale=2)
         if self.pack == "concat":
             tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
 

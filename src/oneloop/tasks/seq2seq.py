@@ -16,7 +16,8 @@ from oneloop.tasks.language.encoder_decoder import (
     prepared,
     t5_from_scratch,
 )
-from oneloop.tasks.language.generation import generated_texts
+from oneloop.tasks.language.generation import generated_texts, generation_notes
+from oneloop.tasks.language.kept_texts import apart, references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.number_words import NUMBERS, NumberWords
@@ -170,7 +171,7 @@ class Seq2Seq(TokenTargets):
         for one in sources:
             splits = {}
             for split, rows in one.parts.items():
-                splits[split] = self._samples(one, rows, overlong)
+                splits[split] = self._samples(one, rows, overlong, split)
                 notes = splits[split].notes(overlong)
                 self._data_notes += [f"{split}: {note}" for note in notes]
             samples.append(splits)
@@ -223,7 +224,7 @@ class Seq2Seq(TokenTargets):
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(
-        self, source: Source, rows: Any, overlong: Overlong, *, labelled: bool = True
+        self, source: Source, rows: Any, overlong: Overlong, split: str, *, labelled: bool = True
     ) -> SourceTarget:
         """Return the samples of the rows of one split."""
         # The cache key names all that the tokens of a row depend on.
@@ -245,6 +246,8 @@ class Seq2Seq(TokenTargets):
         if left_out:
             content["skipped"] = key_of(left_out)
         ends = self.tokenizer.all_special_ids
+        if labelled:
+            self._note_texts(split, texts, "pairs")
         return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
@@ -257,7 +260,7 @@ class Seq2Seq(TokenTargets):
             Source(data, self.columns), choices, partial(whole, window=self.window)
         )
         # Each row is predicted.
-        return self._samples(source, source.parts["all"], "cut", labelled=labelled)
+        return self._samples(source, source.parts["all"], "cut", "all", labelled=labelled)
 
     def collate(self, samples: list[Pair]) -> dict[str, Tensor]:
         return collated_pairs(samples, padding=self.tokenizer.pad_token_id)
@@ -285,6 +288,8 @@ class Seq2Seq(TokenTargets):
         model = self.adapted_model()
         # The tokens before and after the targets, as transformers shifts them.
         self._start, self._padding = prepared(model, self.name)
+        settings: Any = model.generation_config
+        self.notes = [*self.notes, *generation_notes(settings, self.answer)]
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -336,10 +341,10 @@ class Seq2Seq(TokenTargets):
         return text_metrics(self.text_metrics)
 
     def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        update_texts(metrics, texts, self._targets(batch["target"]))
+        update_texts(metrics, texts, references(batch, self._targets(batch["target"])))
 
     def _targets(self, target: Tensor) -> list[str]:
-        """Return the targets of a batch as texts."""
+        """Return the targets of a batch, decoded."""
         texts = []
         for row in target.tolist():
             texts.append(self._answer([token for token in row if token != IGNORE]))
@@ -351,13 +356,16 @@ class Seq2Seq(TokenTargets):
         A sample with a target also has metrics.
         """
         sources = [self._answer(row) for row in batch["input"].tolist()]
-        targets = [text or None for text in self._targets(batch["target"])]
+        decoded = self._targets(batch["target"])
+        targets = [text or None for text in references(batch, decoded)]
         metrics = super().predicted(batch, outputs)
         return {"source": sources, "answer": outputs["texts"], "target": targets, **metrics}
 
     def show(self, sample: Pair, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return source and target, and what the model wrote."""
-        source, target = (self._answer(tokens.tolist()) for tokens in sample)
+        tokens, text = apart(sample[1])
+        source = self._answer(sample[0].tolist())
+        target = text or self._answer(tokens.tolist())
         shown = {"text": source, "target": target}
         if "texts" in outputs:
             shown |= {"prompt": source, "continuation": outputs["texts"]}

@@ -13,6 +13,7 @@ from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
+from oneloop.tasks.language.kept_texts import apart, first_answer, references
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
@@ -122,6 +123,15 @@ class SFT(AnswerRows):
             return cast(Padded, self._samples(texts, content, "all"))
         return Prompts(texts, self.length, content)
 
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
+        if isinstance(samples[0], list):
+            return super().collate(samples)
+        tokens, texts = zip(*map(apart, samples), strict=True)
+        return {**super().collate([*tokens]), "text": [*texts]}
+
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        return super().show(apart(sample)[0], outputs)
+
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder, ends=self._ends)
         self.save_tokenizer(folder)
@@ -150,8 +160,8 @@ class SFT(AnswerRows):
 
     def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
         """Compare each answer with the first answer of its conversation."""
-        references = [self._first_answer(target) or "" for target in batch["target"].tolist()]
-        update_texts(metrics, texts, references)
+        decoded = [self._first_answer(target) or "" for target in batch["target"].tolist()]
+        update_texts(metrics, texts, references(batch, decoded))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.
@@ -174,19 +184,13 @@ class SFT(AnswerRows):
             prompts.append(self.decode(tokens[:length]))
             answers.append(answer)
             targets.append(self._first_answer(target))
+        targets = references(batch, targets)
         return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
         """Return the first trained answer of a sample as text; None if there is none."""
-        answer_tokens = []
-        for token in target:
-            if token != IGNORE:
-                answer_tokens.append(token)
-            elif answer_tokens:
-                break
-        if not answer_tokens:
-            return None
-        return self._answer(answer_tokens)
+        tokens = first_answer(target)
+        return self._answer(tokens) if tokens else None
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -1,17 +1,22 @@
 """Base class of the tasks on rows of text: data, tokenization and model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
+from oneloop.tasks.language.tokens import tokenizer_key
+from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     SplitBy,
@@ -24,8 +29,10 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
+from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
+from oneloop.tasks.text_notes import cut_notes, unknown_notes, unknown_token
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "layers": "model=bytes",
@@ -112,10 +119,15 @@ class TextRows(SplitSets):
                 # In a mixture, another source may train a class.
                 one = isinstance(data, str) and self.predicts_classes
                 label = self.target if one else ""
-                sources.append(opened(source, held_out=held_out, window=window, label=label))
+                sources.append(
+                    opened(
+                        source, held_out=held_out, window=window, check=self._choose, label=label
+                    )
+                )
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
-        self.notes = self._data_notes = [*notes_of(sources), *self.reader.about]
+        remarks = [line for source in sources for line in self._remarks(source)]
+        self.notes = self._data_notes = [*notes_of(sources), *self.reader.about, *remarks]
         self.skipped_rows = skipped_rows(sources)
 
     def _reader(self, name: str, shape: EncoderShape, **options: Any) -> ByteReader | TokenReader:
@@ -129,9 +141,47 @@ class TextRows(SplitSets):
             numbers = dict.fromkeys((source.name for source in sources), int)
         return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))
 
+    def _choose(self, sources: Sequence[Source]) -> None:
+        """Choose the rows to leave out, before the data are split."""
+
     def _check(self, sources: Sequence[Source]) -> None:
         check_texts(sources, "text")
         check_texts(sources, "second")
+
+    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
+        """Return the columns of the texts; those of a list are encoded together."""
+        return [[columns[key] for key in ("text", "second") if columns[key]]]
+
+    def _remarks(self, source: Source) -> Iterator[str]:
+        """Yield log lines about texts that are cut, and about unknown tokens."""
+        tokenizer = getattr(self.reader, "tokenizer", None)
+        unit = "bytes" if tokenizer is None else "tokens"
+        whole_reader = deepcopy(self.reader)  # a tokenizer keeps the length
+        whole_reader.length = 1 << 30
+        texts = self._texts(source.columns)
+        for split, rows in source.parts.items():
+            if is_remote(rows):
+                continue  # they are not all read before a run
+            made = ragged(
+                rows,
+                partial(_measured, whole_reader, texts),
+                made_by=["sizes", tokenizer and tokenizer_key(tokenizer), texts],
+                what="measuring the texts",
+                skip=True,
+                empty=True,
+            )
+            sizes, unknown = made.values.reshape(-1, 2).T
+            longer = np.maximum(sizes - self.reader.length, 0)
+            lines = cut_notes(
+                int((longer > 0).sum()),
+                len(longer),
+                f"texts are longer than {self.reader.length:,} {unit}",
+                "truncated",
+                lost=longer.sum(),
+                loses=f"{{:,}} {unit} are left out",
+            )
+            for line in lines + unknown_notes(unknown, tokenizer, "texts"):
+                yield f"{split}: {line}"
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
         """Return functions from a target to a number, by source.
@@ -146,9 +196,7 @@ class TextRows(SplitSets):
             known[source.name] = numbers_of(source, self.target, self.classes, lists=self.words)
         return known
 
-    def _sample(
-        self, source: Source, number: Callable[[Any], Any]
-    ) -> Callable[[Row], tuple[Any, Any]]:
+    def _sample(self, source: Source, number: Callable[[Any], Any]) -> Callable[[Row], Any]:
         text, second, label = (source.columns[key] for key in ("text", "second", "label"))
         return partial(_encoded, self.reader.encode, text, second, label, number)
 
@@ -162,7 +210,9 @@ class TextRows(SplitSets):
         if not labelled:
             columns[self.target] = ""
         source = whole(Source(data, columns), window=self.window)
-        return self._samples([source], labelled=labelled)["all"]
+        samples = self._samples([source], labelled=labelled)["all"]
+        samples.warning = "; ".join(self._remarks(source))
+        return samples
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(next(iter(batch.values())))))
@@ -172,6 +222,27 @@ class TextRows(SplitSets):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.reader.save(model, folder)
+
+
+def _measured(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.int32]:
+    """Return the number of tokens of each text of a row, and of those that are unknown.
+
+    Raise ValueError if a value is missing.
+    """
+    unknown = unknown_token(getattr(reader, "tokenizer", None))
+    sizes = list[int]()
+    for names in texts:
+        values = [row[name] for name in names]
+        is_words = isinstance(values[0], list)
+        if None in (values[0] if is_words else values):
+            raise ValueError(f"no value in {names}")
+        if is_words:
+            sample = reader.encode_words(*values)[0]
+        else:
+            sample = reader.encode(*values)
+        tokens = sample["input_ids"] if isinstance(sample, dict) else sample.tolist()
+        sizes += [len(tokens), tokens.count(unknown)]
+    return np.array(sizes, np.int32)
 
 
 def _encoded(

@@ -1,20 +1,24 @@
 """Token classification (names, parts of speech): predict a class for each word."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import check_words
+from oneloop.tasks.columns import UNTAGGED, check_words, columns_of
 from oneloop.tasks.columns_together import check_together
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_rows import TextRows
 
+_UNTAGGED = -1  # class of a word whose tag is -100
 _IGNORE = -100  # class of a position that is not the start of a word
 
 
@@ -27,8 +31,9 @@ class TokenClassification(TextRows):
             parquet at s3://, gs:// (not tested), hf://datasets/ or https://; or several,
             [{data: PATH, weight: 0.7}, …].
         tokens: column of the words (a list of texts).
-        tags: column of their classes (a list of the same length).
-        length: maximum bytes or tokens of a text; the rest is cut and does not count.
+        tags: column of their classes (a list of the same length; a word of -100 is not trained).
+        length: maximum bytes or tokens of a text; the rest is cut and does not count. The metric
+            words_cut is the number of words after the cut.
     """
 
     unit = "tokens"
@@ -51,35 +56,48 @@ class TokenClassification(TextRows):
         if sources[0].columns["tags"]:
             check_together(sources, ["tokens", "tags"], _unequal)
 
+    def _choose(self, sources: Sequence[Source]) -> None:
+        for source, split, rows, column in columns_of(sources, "tags"):
+            if not is_remote(rows):
+                _leave_out_untagged(source, split, rows, column)
+
+    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
+        return [[columns["tokens"]]]
+
     def _sample(
         self, source: Source, number: Callable[[Any], int]
-    ) -> Callable[[Row], tuple[Any, Tensor]]:
+    ) -> Callable[[Row], tuple[Any, Tensor, int]]:
         columns = source.columns
         return partial(_encoded, self.reader, columns["tokens"], columns["tags"], number)
 
-    def collate(self, samples: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
-        texts, targets = zip(*samples, strict=True)
+    def collate(self, samples: list[tuple[Any, Tensor, int]]) -> dict[str, Tensor]:
+        texts, targets, words_cut = zip(*samples, strict=True)
         batch = self.reader.collate(texts)
         batch["target"] = nn.utils.rnn.pad_sequence(
             list(targets), batch_first=True, padding_value=_IGNORE
         )
+        batch["words_cut"] = torch.tensor(words_cut)
         return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["target"] != _IGNORE).sum()
+        return (batch["target"] >= 0).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
-        target = batch["target"]
+        target = batch["target"].clamp(min=_UNTAGGED)
         each = F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_UNTAGGED
         )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
+
+    def metrics(self) -> ClassCounts:
+        return ClassCounts(len(self.classes), number="words_cut")
 
     def update(
         self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
+        metrics.number += batch["words_cut"].sum()
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -95,15 +113,15 @@ class TokenClassification(TextRows):
     def _names(self, numbers: Tensor) -> list[str]:
         return [self.classes[number] for number in numbers.tolist()]
 
-    def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
-        text, target = sample
-        starts = (target != _IGNORE).nonzero().flatten().tolist()
+    def show(self, sample: tuple[Any, Tensor, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
+        text, target, _ = sample
+        starts = (target >= 0).nonzero().flatten().tolist()
         predicted = self._names(outputs["logits"][starts].argmax(-1))
         targets = self._names(target[starts])
         losses = outputs["loss"][starts].tolist()
 
         # A word ends where the next one starts.
-        stops = [*starts[1:], len(target)]
+        stops = [*starts[1:], len(target)][: len(starts)]
         tokens = []
         for start, stop, tag, loss in zip(starts, stops, predicted, losses, strict=True):
             tokens.append((f"{self.reader.decode(text, start, stop)}[{tag}]", loss))
@@ -122,10 +140,33 @@ def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
     return f"{len(words)} words and {len(tags)} tags; each word needs one"
 
 
+def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> None:
+    """Leave out rows without a tag other than -100: their loss would be a sum of nothing.
+
+    Args:
+        source: its ``unusable`` gets these rows.
+        split: name of the split.
+        rows: its rows.
+        column: column of the tags.
+    """
+    out = []
+    tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
+    for index, row in enumerate(tags):
+        if isinstance(row, list) and row and all(tag in UNTAGGED for tag in row):
+            out.append(index)
+    if out:
+        source.unusable[split] = np.array(out)
+        source.notes.append(
+            f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "
+            f"first: {rows.where(out[0])}"
+        )
+
+
 def _encoded(
     reader: Any, tokens: str, tags: str, number: Callable[[Any], int], row: Row
-) -> tuple[Any, Tensor]:
-    """Return the sample of a row: its encoded words, and a target for each byte or token.
+) -> tuple[Any, Tensor, int]:
+    """Return the sample of a row: its encoded words, a target for each byte or token, and its
+    number of words after the cut.
 
     Args:
         reader: encodes words.
@@ -139,7 +180,8 @@ def _encoded(
 
     # Each word is predicted where it starts. Words that are cut have no start.
     sample, starts, length = reader.encode_words(words)
-    numbers = [number(one) for one in classes[: len(starts)]]
+    kept = classes[: len(starts)]
+    numbers = [_UNTAGGED if one in UNTAGGED else number(one) for one in kept]
     target = torch.full((length,), _IGNORE)
     target[starts] = torch.tensor(numbers, dtype=torch.int64)
-    return sample, target
+    return sample, target, len(words) - len(starts)

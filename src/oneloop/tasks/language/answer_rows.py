@@ -60,7 +60,7 @@ class AnswerRows(LanguageModel):
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
         architecture: gpt2 or llama, for a model from scratch.
         vocab: vocabulary size of the bpe tokenizer from scratch.
-        length: maximum tokens per sample.
+        length: maximum targets of a sample, which has one token more (reward: maximum tokens).
         overlong: cut longer samples, split them into several, or drop them.
         unreadable: stop at a row that cannot be read, or skip such rows and list them in
             environment.json.
@@ -71,6 +71,8 @@ class AnswerRows(LanguageModel):
         "held_out": "data!=lessons",
         "split_by": "data!=lessons",
     }
+    rows_are = "texts"
+    head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
 
     def __init__(
@@ -126,6 +128,8 @@ class AnswerRows(LanguageModel):
             texts.append(
                 {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             )
+            for split, (tokens, _) in texts[-1].items():
+                self._note_texts(split, tokens, self.rows_are, head=self.head_numbers)
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
         counts = [
@@ -219,7 +223,11 @@ class AnswerRows(LanguageModel):
         # Do not skip rows of ``oneloop predict``: each row needs its answer.
         skip = source.skipped is not None and source.parts.keys() != {"all"}
         texts = ragged(
-            rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
+            rows,
+            encode,
+            made_by=[*cache_key, "kept texts"],
+            what=f"tokenizing {source.where}",
+            skip=skip,
         )
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.kept_texts import BYTE, with_text
 from oneloop.tasks.language.messages_as_json import brief
 from oneloop.tasks.rows.cached_arrays import Ragged
 
@@ -17,13 +18,14 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
-    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or no
-    token ends within the prompt.
+    The completion's text precedes them if they do not give it back. A token that spans both is
+    trained. Raise ValueError if the tokenizer has no end token, or no token ends within the prompt.
     """
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)
     array = np.array([*tokens, end], dtype=np.int32)
-    return _marked(array, first_ending_after(offsets, len(prompt)))
+    marked = _marked(array, first_ending_after(offsets, len(prompt)))
+    return with_text(marked, completion, tokenizer)
 
 
 def with_one_border(
@@ -144,7 +146,7 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
     for token in reversed(texts.values[:stop].tolist()):
         if token in special and not inside:
             ends.add(token)
-        if token < 0:
+        if token < 0 or token >= BYTE:
             inside = False
         elif not inside:
             inside = token in special or not tokenizer.decode([token]).isspace()

@@ -17,7 +17,9 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
+from oneloop.tasks.language.kept_texts import ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.text_notes import cut_notes, targets
 
 IGNORE = -100  # ignored target
 
@@ -38,6 +40,7 @@ class Spans:
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
+    begins: NDArray[np.int64]  # starts of the samples with the kept texts of their answers
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
@@ -47,6 +50,7 @@ class Spans:
     without: int  # number of samples without a target, which are dropped
     whole: int  # number of texts
 
+    lost: int = 0  # number of texts that lose the end of an answer
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -61,14 +65,15 @@ class Spans:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
 
+    def with_text(self, index: int) -> Any:
+        """Return a sample after the kept text of its answer (see ``kept_texts``)."""
+        return self.draw(self.tokens[self.begins[index] : self.stops[index]])
+
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
-        lines = []
-        if self.overlong:
-            lines.append(
-                f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens "
-                f"and are {_ACTIONS[overlong]}"
-            )
+        limit = targets(self.length) if self.draw is _same else f"{self.length:,} tokens"
+        what = f"texts are longer than {limit}"
+        lines = cut_notes(self.overlong, self.whole, what, _ACTIONS[overlong], lost=self.lost)
         if self.without:
             lines.append(f"{self.without:,} samples have no token to train on and are dropped")
         return lines
@@ -88,12 +93,15 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     """
     most = length
     length -= special
-    starts, stops = _ranges(texts)
+    begins, starts, stops = ranges(texts)
     ends = stops
+    firsts = starts
     text = np.arange(len(stops))
     long = stops - starts > length + 1
+    lost = 0
     if overlong == "cut":
         stops = np.minimum(stops, starts + length + 1)
+        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
     elif overlong == "drop":
         starts = starts[~long]
         stops = stops[~long]
@@ -112,12 +120,14 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
+        begins=np.where(starts == firsts[text], begins[text], starts)[keep],
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
         overlong=long.sum(),
         without=(~keep).sum(),
         whole=len(long),
+        lost=lost,
         special=special,
     )
     if not len(made):
@@ -125,15 +135,13 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     return made
 
 
-def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start and the stop of each text in ``texts.values``."""
-    stops = np.asarray(texts.ends, dtype=np.int64)
-    return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
-
-
 def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """Return the error message if no sample is left."""
+    # Find the positions of all targets within their texts; kept texts are before them.
+    _, starts, stops = ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
+    trained -= starts[np.searchsorted(stops, trained, side="right")]
+    trained = trained[trained >= 0]
     if not len(trained):
         return (
             f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
@@ -144,13 +152,9 @@ def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
             f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
             "length, or truncate them"
         )
-    # Find the smallest position of a target within its text.
-    starts, stops = _ranges(texts)
-    text = np.searchsorted(stops, trained, side="right")
-    first = int((trained - starts[text]).min())
     return (
         f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens; "
-        f"the first one is token {first:,}: raise the length"
+        f"the first one is token {trained.min():,}: raise the length"
     )
 
 
@@ -199,9 +203,8 @@ class Pieces:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return (
-            self.spans[index] if self.outputs is None else (self.spans[index], self.outputs[index])
-        )
+        sample = self.spans.with_text(index)
+        return sample if self.outputs is None else (sample, self.outputs[index])
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""
@@ -262,12 +265,13 @@ class Prompts(Padded):
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         """Use these texts, with at most ``length`` input tokens each."""
-        starts, stops = _ranges(texts)
+        begins, starts, stops = ranges(texts)
         cut = int((stops - starts > length + 1).sum())
         prompts = Spans(
             tokens=texts.values,
             starts=starts,
             stops=stops,
+            begins=begins,
             length=length,
             texts=np.arange(len(stops)),
             cut=np.zeros(len(stops), dtype=bool),
@@ -284,10 +288,10 @@ class Prompts(Padded):
             )
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = super().__getitem__(index)
+        tokens: NDArray[np.int32] = self.spans[index]
         length = self.spans.length
         if len(tokens) <= length + 1:
-            return tokens
+            return np.asarray(super().__getitem__(index))
         # Keep the end of the prompt, without the answer; ~0 stands for the token that is no input.
         targets = np.flatnonzero(tokens >= 0)
         end = targets[0] if len(targets) else -1

@@ -10,14 +10,15 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
+from oneloop.tasks.language.kept_texts import apart, ranges, with_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.text_notes import cut_notes
 
 Overlong = Literal["cut", "drop"]
 Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -56,15 +57,29 @@ def encoded_pair(
     inputs = tokenizer(prefix + source, verbose=False)["input_ids"]
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
+    target = ""
     labels = list[int]()
     if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
-        target = _text(row, columns["target"], "target")
+        target = _without_end(_text(row, columns["target"], "target"), tokenizer)
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-    sources = ~np.array(inputs, dtype=np.int32)
-    return np.concatenate([sources, np.array(labels, dtype=np.int32)])
+    tokens = np.array([*(~token for token in inputs), *labels], dtype=np.int32)
+    return with_text(tokens, target, tokenizer)
+
+
+def _without_end(text: str, tokenizer: Any) -> str:
+    """Return a text without end tokens at its end, which blanks may follow.
+
+    Raise ValueError if nothing is left.
+    """
+    end = tokenizer.eos_token
+    while text.rstrip().endswith(end):
+        text = text.rstrip().removesuffix(end)
+    if not text.strip():
+        raise ValueError(f"the target is only {end!r}; fill it, or remove the row")
+    return text
 
 
 def _text(row: Row, column: str, key: str) -> str:
@@ -101,16 +116,17 @@ class SourceTarget:
         content: dict[str, Any] | None,
     ) -> None:
         self.content = content
-        self._ends = ends
+        self._special = ends
         self._values = texts.values
         self._limits = lengths
 
         # Find where each source and each target ends.
-        stops = np.asarray(texts.ends, dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        begins, starts, stops = ranges(texts)
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
-        too_long = (middles - starts > lengths[0]) | (stops - middles > lengths[1])
+        is_cut = stops - middles > lengths[1]
+        too_long = (middles - starts > lengths[0]) | is_cut
         self.overlong = int(too_long.sum())
+        self._lost = int(is_cut.sum())
         self.whole = len(stops)
         keep = np.ones(len(stops), dtype=bool)
         if overlong == "drop":
@@ -123,6 +139,7 @@ class SourceTarget:
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
+        self._begins = begins[keep]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -133,13 +150,16 @@ class SourceTarget:
         middle = self._middles[index]
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
-        return self._cut(source, self._limits[0]), self._cut(target, self._limits[1])
+        target = self._cut(target, self._limits[1])
+        # The text of a target precedes its tokens if they do not give it back.
+        text = self._values[self._begins[index] : self._starts[index]]
+        return self._cut(source, self._limits[0]), np.append(text, target)
 
     def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
         """Return at most ``limit`` tokens; one that ends the text stays."""
         if len(tokens) <= limit:
             return tokens
-        if int(tokens[-1]) not in self._ends:
+        if int(tokens[-1]) not in self._special:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
 
@@ -187,18 +207,18 @@ class SourceTarget:
 
     def notes(self, overlong: Overlong) -> list[str]:
         """Return a log line if texts are too long."""
-        if not self.overlong:
-            return []
-        action = "truncated" if overlong == "cut" else "dropped"
+        is_cut = overlong == "cut"
         source, target = self._limits
-        line = (
-            f"{self.overlong:,} of {self.whole:,} pairs are longer than {source:,} source or "
-            f"{target:,} target tokens and are {action}"
+        return cut_notes(
+            self.overlong,
+            self.whole,
+            f"pairs are longer than {source:,} source or {target:,} target tokens",
+            "truncated" if is_cut else "dropped",
+            lost=self._lost * is_cut,
         )
-        return [line]
 
 
-def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Tensor]:
+def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
     """Return one batch, padded to its longest source and target.
 
     Args:
@@ -207,14 +227,16 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Tensor]:
 
     Returns:
         ``input`` and ``mask`` (1: not padding), (samples, source tokens); ``target``, (samples,
-        target tokens), in which padding is ignored; and the share of ``padding``.
+        target tokens), in which padding is ignored; the share of ``padding``; and ``text``, of each
+        target that its tokens do not give back, or "".
     """
+    labels, texts = zip(*(apart(target) for _, target in pairs), strict=True)
     width = max(len(source) for source, _ in pairs)
-    target_width = max(1, *(len(target) for _, target in pairs))
+    target_width = max(1, *map(len, labels))
     inputs = np.full((len(pairs), width), padding, dtype=np.int64)
     mask = np.zeros_like(inputs)
     targets = np.full((len(pairs), target_width), IGNORE, dtype=np.int64)
-    for row, (source, target) in enumerate(pairs):
+    for row, ((source, _), target) in enumerate(zip(pairs, labels, strict=True)):
         inputs[row, : len(source)] = source
         mask[row, : len(source)] = 1
         targets[row, : len(target)] = target
@@ -224,4 +246,5 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Tensor]:
         "mask": torch.from_numpy(mask),
         "target": torch.from_numpy(targets),
         "padding": torch.tensor(1 - real / (inputs.size + targets.size)),
+        "text": [*texts],
     }

@@ -80,6 +80,7 @@ def opened(
         held_out,
         source.unusable,
         label=source.columns[label] if label else "",
+        text=next(filter(None, source.columns.values()), ""),
         notes=source.notes,
     )
     return source

@@ -107,7 +107,8 @@ def check_value(column: str, kind: Any, rule: Rule, row: Row) -> str:
     names = getattr(kind, "names", None)
     for one in values or [None]:
         missing = one is None or (rule == "labels" and one == "")
-        if missing or (names and not 0 <= one < len(names)):
+        is_ignored = one == -100 and isinstance(value, list)
+        if missing or (names and not is_ignored and not 0 <= one < len(names)):
             return f" has no value in {column!r}; fill it, or remove the row"
         if rule == "numbers" and not is_finite(one):
             return f": {one!r} in {column!r} is not a finite number in float32"

@@ -168,6 +168,7 @@ def divided(
     unusable: Mapping[str, NDArray[np.int64]] | None = None,
     *,
     label: str = "",
+    text: str = "",
     notes: list[str] | None = None,
 ) -> dict[str, Rows]:
     """Return train, validation and test rows; take the missing splits from the training rows.
@@ -181,7 +182,8 @@ def divided(
             exists, validation gets both shares.
         unusable: ascending indices of the rows to leave out, by split.
         label: column of the class: rows of a class without training rows stay in train.
-        notes: gets a line about these rows.
+        text: column whose values are counted that are in train and in another drawn split.
+        notes: gets lines about these rows, and about rows that repeat.
 
     Raises:
         ValueError: there are too few rows.
@@ -205,9 +207,12 @@ def divided(
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    key = key_of(_DRAW_VERSION, rows_content(rows), share, *filter(None, [label]))
+    keys = filter(None, [label, text and [text]])
+    key = key_of(_DRAW_VERSION, rows_content(rows), share, *keys)
     with alone(f"held-out/{key}.npz") as path:
-        validation, test, rare = _draw_splits(rows, share, path, label)
+        validation, test, rare, repeats = _draw_splits(rows, share, path, label, text)
+        if repeats and notes is not None:
+            notes.append(repeats)
         if rare and notes is not None:
             shown = ", ".join(f"{name} ({count})" for name, count in [*rare.items()][:5])
             notes.append(
@@ -248,27 +253,34 @@ def without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
 
 
 def _draw_splits(
-    rows: Rows, share: float, path: Path, label: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
+    rows: Rows, share: float, path: Path, label: str, text: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], str]:
     """Return the indices of the validation and the test rows; cache them in a file.
 
     Of each class of the column ``label`` some row is a training row. Also return how many rows stay
-    in train for this, by class.
+    in train for this, by class; and a line about distinct rows, and about values of the column
+    ``text`` that are in train and in another split.
     """
     try:
         with np.load(path) as cached:
-            return cached["validation"], cached["test"], json.loads(str(cached["rare"]))
+            found = json.loads(str(cached["rare"]))
+            return cached["validation"], cached["test"], found, str(cached["repeats"])
     except (OSError, ValueError, KeyError, BadZipFile):
         pass  # missing or damaged: recomputed below
 
     # Draw a number for each row from its content, so that equal rows get equal numbers.
     names = sorted(rows.types)
-    draws = [np.zeros(0, dtype=np.int32)]
+    numbers = [np.zeros(0, np.uint64)]
+    texts = [*numbers]
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
         columns = [array.to_pylist() for array in arrays]
-        numbers = (draw(names, row) for row in zip(*columns, strict=True))
-        draws.append(np.fromiter(numbers, np.int32))
-    drawn = np.concatenate(draws)
+        of_rows = (number_of(names, row) for row in zip(*columns, strict=True))
+        numbers.append(np.fromiter(of_rows, np.uint64))
+        if text:
+            of_texts = (number_of([text], [value]) for value in columns[names.index(text)])
+            texts.append(np.fromiter(of_texts, np.uint64))
+    number = np.concatenate(numbers)
+    drawn = number % DRAWS
 
     # The lowest numbers are the validation split, the next ones the test split.
     validation = np.flatnonzero(drawn < share * DRAWS)
@@ -293,11 +305,23 @@ def _draw_splits(
             validation, test = kept
             rare = found
 
+    # Count what repeats.
+    repeats = ""
+    if text:
+        is_held_out = np.isin(np.arange(len(number)), np.concatenate([validation, test]))
+        of_text = np.concatenate(texts)
+        shared = np.intersect1d(of_text[is_held_out], of_text[~is_held_out])
+        distinct = len(np.unique(number))
+        repeats = (
+            f"{distinct:,} of {len(number):,} rows are distinct, and equal ones share a split; "
+            f"{len(shared):,} values of {text!r} are in train and in a split drawn from it"
+        )
+
     # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
-    np.savez(draft, validation=validation, test=test, rare=json.dumps(rare))
+    np.savez(draft, validation=validation, test=test, rare=json.dumps(rare), repeats=repeats)
     draft.replace(path)
-    return validation, test, rare
+    return validation, test, rare, repeats
 
 
 def _without_training_rows(
@@ -328,7 +352,7 @@ def _without_training_rows(
                 name = unicodedata.normalize("NFC", str(one))
                 if not is_held_out[index]:
                     trained.add(name)
-                elif one is not None:
+                elif one not in (None, -100):  # a tag of -100 is not trained
                     others.setdefault(name, []).append(index)
         before += len(array)
 
@@ -339,8 +363,8 @@ def _without_training_rows(
     return np.unique(only), {name: len(found) for name, found in rare.items()}
 
 
-def draw(names: Sequence[str], row: Sequence[Any]) -> int:
-    """Return a number below a million from a row's content.
+def number_of(names: Sequence[str], row: Sequence[Any]) -> int:
+    """Return a number of 64 bits from a row's content.
 
     Of an image, the content is its bytes, or the last two names of its path.
 
@@ -361,4 +385,4 @@ def draw(names: Sequence[str], row: Sequence[Any]) -> int:
             content = json.dumps(value, sort_keys=True, default=repr).encode()
         state.update(name.encode() + b"\0")
         state.update(content)
-    return state.intdigest() % DRAWS
+    return state.intdigest()

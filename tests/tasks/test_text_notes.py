@@ -1,0 +1,354 @@
+"""Log lines about texts: what is cut, what a tokenizer does not know, and what it cannot give back.
+
+Generated texts are compared with the text of the row, and not with what its tokens give back.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from oneloop.tasks.masked_lm import MaskedLM
+from oneloop.tasks.preference import Preference
+from oneloop.tasks.seq2seq import Seq2Seq
+from oneloop.tasks.sft import SFT
+from oneloop.tasks.text_classification import TextClassification
+from oneloop.tasks.text_pairs import TextPairs
+from oneloop.tasks.token_classification import TokenClassification
+
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.text_notes",
+    "oneloop.tasks.language.kept_texts",
+    "oneloop.tasks.text_rows",
+    "oneloop.tasks.token_classification",
+)
+
+WORDS = ["the", "cat", "sat", "on", "mat", "yes", "no", "say", "a"]
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|> ' + m['role'] + ' ' + m['content'] + ' <|im_end|> ' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|> assistant ' }}{% endif %}"
+)
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file.parent)
+
+
+def words_model(folder: Path, config: Any, *, special: list[str], around: str, **roles: str) -> str:
+    """Save a configuration, and a tokenizer of lower-case words with an unknown token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = [*special, *WORDS, *"0123456789", "user", "assistant", "▁"]
+    numbers = {word: number for number, word in enumerate(vocabulary)}
+    made = Tokenizer(models.WordLevel(numbers, unk_token=roles["unk_token"]))
+    made.normalizer = normalizers.Lowercase()
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece()
+    ends = [(token, numbers[token]) for token in special if token in around]
+    if ends:
+        made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ends)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, **roles)
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    config.vocab_size = len(vocabulary)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def t5(folder: Path) -> str:
+    from transformers import T5Config
+
+    special = ["<pad>", "</s>", "<unk>"]
+    roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    config = T5Config(
+        d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return words_model(folder, config, special=special, around="$A </s>", **roles)
+
+
+def bart(folder: Path) -> str:
+    from transformers import BartConfig
+
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    config = BartConfig(d_model=8, encoder_layers=1, decoder_layers=1)
+    return words_model(folder, config, special=special, around="<s> $A </s>", **roles)
+
+
+def bert(folder: Path) -> str:
+    from transformers import BertConfig
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    roles = dict(zip(names, special, strict=True))
+    config = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return words_model(folder, config, special=special, around="[CLS] $A [SEP]", **roles)
+
+
+def llama(folder: Path) -> str:
+    from transformers import LlamaConfig
+
+    special = ["<pad>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    roles = {"eos_token": "<|im_end|>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    config = LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    return words_model(folder, config, special=special, around="$A", **roles)
+
+
+def lines_about(task: Any, split: str = "train") -> list[str]:
+    return [line.removeprefix(f"{split}: ") for line in task.notes if line.startswith(f"{split}: ")]
+
+
+def exact_matches(task: Any, batch: dict[str, Any], texts: list[str]) -> float:
+    metrics = task.generated_metrics()
+    task.update_generated(metrics, batch, texts)
+    return float(metrics.compute()["exact_match"])
+
+
+def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
+    targets = ["{a}", "Yes", "no", " cat "]
+    rows = [{"source": f"say {i % 10}", "target": targets[i % 4]} for i in range(8)]
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows)
+    known = {"model": t5(tmp_path / "t5"), "text_metrics": ["exact_match"]}
+
+    # The same lines are logged if the tokens come from the cache.
+    for _ in range(2):
+        task = Seq2Seq(data, **known)  # type: ignore[arg-type]
+        unknown, kept = lines_about(task)
+        line = "2 tokens in 2 of 8 pairs are unknown to the tokenizer ('<unk>')"
+        assert unknown == f"{line}; 2 of these tokens are targets"
+        assert kept == (
+            "4 of 8 targets are not what the tokenizer gives back: '{a}' becomes ''; metrics of "
+            "generated texts compare with the text of the row"
+        )
+    samples = task.eval_sets()["validation"]
+    batch = task.collate([samples[index] for index in range(4)])
+    assert exact_matches(task, batch, ["{a}", "Yes", "no", "cat"]) == 1
+    decoded = task._targets(batch["target"])
+    assert decoded == ["", "yes", "no", "cat"]
+    assert exact_matches(task, batch, decoded) == 0.5
+
+    # ``predict`` writes the targets of the file; the model is trained on tokens alone.
+    outputs = {"loss": torch.zeros(4, 2), "right": torch.zeros(4, 2), "texts": decoded}
+    outputs["right"] = outputs["right"].bool()
+    assert task.predicted(batch, outputs)["target"] == ["{a}", "Yes", "no", "cat"]
+    assert int(batch["target"].max()) < len(task.tokenizer)
+    assert task.show(samples[0], {})["target"] == "{a}"
+
+
+def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
+    rows = []
+    for number in range(8):
+        answer = "Yes" if number % 2 else "no"
+        rows.append(
+            {"messages": [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": "say mat"},
+                {"role": "assistant", "content": "MAT"},
+            ]}
+        )  # fmt: skip
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows)
+    model = llama(tmp_path / "llama")
+    for pack in ("packed", "padded"):
+        task = SFT(data, model=model, length=16, pack=pack, text_metrics=["exact_match"])  # type: ignore[arg-type]
+        line = "4 of 8 targets are not what the tokenizer gives back: 'Yes' becomes 'yes'"
+        assert lines_about(task)[0].startswith(line)
+    samples = task.eval_sets()["validation"]
+    batch = task.collate([samples[index] for index in range(4)])
+    assert batch["text"] == ["", "Yes", "", "Yes"]
+    assert exact_matches(task, batch, ["no", "Yes", "no", "Yes"]) == 1
+    assert exact_matches(task, batch, ["no", "yes", "no", "yes"]) == 0.5
+    assert int(batch["input"].max()) < len(task.tokenizer)
+    assert task._ends == [task.tokenizer.eos_token_id]
+
+    # A cut second answer does not change this; of a split text, only the first piece has the text.
+    cut = SFT(data, model=model, length=9, pack="padded", text_metrics=["exact_match"])
+    assert "of 8 the answer loses its end" in lines_about(cut)[1]
+    row = cut.eval_sets()["validation"][1]
+    assert cut.collate([row])["text"] == ["Yes"]
+    split = SFT(data, model=model, length=9, pack="padded", overlong="split")
+    pieces = split.eval_sets()["validation"]
+    texts = split.collate([pieces[index] for index in range(len(pieces))])["text"]
+    assert len(texts) == 16 and [text for text in texts if text] == ["Yes"] * 4
+
+    # Prompts and completions, to predict.
+    asked = write(tmp_path / "asked/rows.jsonl", [{"prompt": "say a", "completion": "Yes"}] * 3)
+    prompts = task.samples_of(asked, labelled=False)
+    assert task.collate([prompts[0]])["text"] == ["Yes"]
+
+
+@pytest.mark.parametrize("make", [t5, bart])
+@pytest.mark.parametrize("target", ["yes</s>", "yes </s>", "yes</s> \n", "yes </s> </s>", "yes"])
+def test_a_target_gets_one_end_token(make, target, tmp_path):
+    rows = [{"source": f"say {i}", "target": target} for i in range(9)]
+    task = Seq2Seq(write(tmp_path / "data/train.jsonl", rows), model=make(tmp_path / "model"))
+    sample = task.train_set()[0][1]
+    assert sample.tolist() == task.tokenizer("yes")["input_ids"]
+    assert not lines_about(task)
+
+
+def test_a_target_that_is_only_an_end_token_is_rejected(tmp_path):
+    rows = [{"source": f"say {i}", "target": "</s> "} for i in range(9)]
+    with pytest.raises(ValueError, match="the target is only '</s>'; fill it, or remove the row"):
+        Seq2Seq(write(tmp_path / "data/train.jsonl", rows), model=t5(tmp_path / "t5"))
+
+
+def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
+    encoder = bert(tmp_path / "bert")
+    texts = ["the cat" + " ☃" * (i % 10 == 0) + " mat" * (i % 5 == 0) * 9 for i in range(40)]
+    rows = [{"text": text, "label": i % 2, "index": i} for i, text in enumerate(texts)]
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows[:2])
+    unknown = "4 tokens in 4 of 40 texts are unknown to the tokenizer ('[UNK]')"
+    left_out = 8 * (2 + 2 + 9 - 8) + 4
+    for _ in range(2):
+        task = TextClassification(data, model=encoder, length=8)
+        cut = (
+            f"warning: 8 of 40 texts are longer than 8 tokens and are truncated; {left_out} tokens"
+        )
+        assert lines_about(task) == [f"{cut} are left out", unknown]
+    assert lines_about(TextClassification(data, model=encoder, length=64)) == [unknown]
+    sizes = np.array([len(text.encode()) for text in texts])
+    longer = np.maximum(sizes - 40, 0)
+    cut = f"warning: {(longer > 0).sum()} of 40 texts are longer than 40 bytes and are truncated"
+    line = f"{cut}; {longer.sum()} bytes are left out"
+    assert lines_about(TextClassification(data, length=40)) == [line]
+    for pack in ("concat", "padded"):
+        task = MaskedLM(data, model=encoder, block=64, pack=pack)  # type: ignore[arg-type]
+        assert f"{unknown}; 0 of these tokens are targets" in lines_about(task)
+    pairs = [{"anchor": text, "positive": "the mat"} for text in texts]
+    data = write(tmp_path / "pairs/train.jsonl", pairs)
+    write(tmp_path / "pairs/validation.jsonl", pairs[1:3])
+    assert lines_about(TextPairs(data, model=encoder, length=64)) == [
+        unknown.replace("of 40", "of 80")
+    ]
+
+    # Answers: the lines count pairs; their numbers before the tokens are no tokens.
+    rows = [
+        {"prompt": "say ", "chosen": "yes ☃" if i < 3 else "yes", "rejected": f"no {i % 10}"}
+        for i in range(40)
+    ]
+    data = write(tmp_path / "answers/train.jsonl", rows)
+    write(tmp_path / "answers/validation.jsonl", rows[:2])
+    task = Preference(data, model=llama(tmp_path / "llama"), length=2)
+    line = "3 tokens in 3 of 40 pairs are unknown to the tokenizer ('<unk>')"
+    assert lines_about(task) == [f"{line}; 3 of these tokens are targets"]
+    about = task.train_set().about()
+    cut = "warning: 40 of 40 pairs are longer than 3 tokens (2 targets) and are truncated"
+    assert f"{cut}; of 40 the answer loses its end" in about
+
+
+def test_tags_of_minus_100_are_ignored_and_words_after_the_cut_are_counted(tmp_path):
+    rows = [
+        {"tokens": ["the", "cat", "sat"], "tags": [0, -100, 1]},
+        {"tokens": ["the"] * 40, "tags": [0, -100] * 20},
+        {"tokens": ["mat", "cat"], "tags": [-100, -100]},
+        {"tokens": ["mat", "sat"], "tags": [1, 1]},
+    ]
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows)
+    for model, start in ((bert(tmp_path / "bert"), 1), ("bytes", 0)):
+        task = TokenClassification(data, model=model, length=32)
+        assert task.classes == ["0", "1"]
+        assert any("1 of 4 rows have no tag other than -100" in line for line in task.notes)
+        samples = task.eval_sets()["validation"]
+        assert len(samples) == 3
+        batch = task.collate([samples[index] for index in range(3)])
+        cut = 40 - (30 if start else 8)
+        assert batch["words_cut"].tolist() == [0, cut, 0]
+        assert int(task.weight(batch)) == 2 + (40 - cut) // 2 + 2
+
+        # The loss and the metrics leave out these words; a prediction has one class per word.
+        logits = torch.zeros(*batch["target"].shape, 2)
+        logits[..., 1] = 1.0
+        metrics = task.metrics()
+        task.update(metrics, batch, {"logits": logits})
+        found = metrics.compute()
+        assert found["words_cut"] == cut
+        assert found["accuracy"] == pytest.approx(3 / (4 + (40 - cut) // 2))
+        predictions = task.predicted(batch, {"logits": logits})["prediction"]
+        assert [len(one) for one in predictions] == [3, 40 - cut, 2]
+        mean = float(
+            torch.nn.functional.cross_entropy(torch.tensor([[0.0, 1.0]]), torch.tensor([0]))
+        )
+        task.reader.logits = lambda *_, logits=logits: logits
+        total, _ = task.loss(torch.nn.Identity(), batch)
+        zeros = 1 + (40 - cut) // 2
+        assert float(total) == pytest.approx(zeros * mean + 3 * (mean - 1), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", ["text", "ClassLabel"])
+def test_tags_of_minus_100_are_no_class_in_other_types(how, tmp_path):
+    import pyarrow as pa
+    from datasets import ClassLabel, Dataset, Features, List, Value
+    from pyarrow import parquet
+
+    tokens = [["a", str(number)] for number in range(30)]
+    if how == "text":
+        rows = [{"tokens": own, "tags": [f"T{i % 2}", "-100"]} for i, own in enumerate(tokens)]
+        data = write(tmp_path / "data/train.jsonl", rows)
+    else:
+        features = Features(
+            {"tokens": List(Value("string")), "tags": List(ClassLabel(names=["T0", "T1"]))}
+        )
+        columns = {"tokens": tokens, "tags": [[0, 0]] * 30}
+        table = Dataset.from_dict(columns, features=features).data.table
+        tags = pa.array([[i % 2, -100] for i in range(30)], table.schema.field("tags").type)
+        (tmp_path / "data").mkdir()
+        parquet.write_table(
+            table.set_column(1, table.schema.field("tags"), tags), tmp_path / "data/train.parquet"
+        )
+        data = str(tmp_path / "data")
+    task = TokenClassification(data)
+    assert task.classes == ["T0", "T1"]
+    target = task.train_set()[0][1]
+    assert sorted(set(target.tolist()) - {-100}) in ([-1, 0], [-1, 1])
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    ({"min_length": 9}, "task.answer 8 lets no generated text end, because generation_config.json"),
+    ({"min_new_tokens": 8}, "has min_new_tokens 8; raise task.answer, or lower min_new_tokens"),
+    ({"min_length": 8, "no_repeat_ngram_size": 3}, ""),
+    ({}, ""),
+])  # fmt: skip
+def test_a_minimum_above_the_longest_answer_is_rejected(settings, why, tmp_path):
+    from transformers import GenerationConfig
+
+    from oneloop.tasks.language.generation import generation_notes
+
+    config = GenerationConfig(**settings)
+    if why:
+        with pytest.raises(ValueError, match=why):
+            generation_notes(config, 8)
+        return
+    shown = ", ".join(f"{key} {value}" for key, value in settings.items())
+    line = f"generation_config.json of the model changes generated texts: {shown}"
+    assert generation_notes(config, 8) == ([line] if settings else [])
+
+
+def test_distinct_rows_and_texts_in_two_splits_are_counted(tmp_path):
+    # 40 texts with two labels each, and 20 rows twice.
+    rows = [{"text": f"t {i % 40}", "label": i // 40} for i in range(80)]
+    data = write(tmp_path / "data/rows.jsonl", [*rows, *rows[:20]])
+    task = TextClassification(data, held_out=0.2)
+    sets = {"train": task.train_set(), **task.eval_sets()}
+    texts = {
+        name: {bytes(one[index][0].tolist()) for index in range(len(one))}
+        for name, one in sets.items()
+    }
+    shared = len(texts["train"] & (texts["validation"] | texts["test"]))
+    assert shared
+    line = (
+        f"80 of 100 rows are distinct, and equal ones share a split; {shared} values of 'text' are "
+        "in train and in a split drawn from it"
+    )
+    assert line in task.notes
+    assert TextClassification(data, held_out=0.2).notes == task.notes
