@@ -100,24 +100,3 @@ def test_a_line_lists_the_classes(tmp_path):
     [line] = TextClassification(both, **SMALL).notes
     origins = " and ".join(f"the ClassLabel 'label' of {tmp_path / name}" for name in "xy")
     assert line == f"2 classes: ['ham', 'spam'], from {origins}"
-
-
-@pytest.mark.parametrize(
-    ("labels", "expected"),
-    [
-        (["cat", "Cat", "dog"], "'Cat' (20 rows), 'cat' (20 rows)"),
-        (["cat", " cat", "dog"], "' cat' (20 rows), 'cat' (20 rows)"),
-        (
-            ["a cat", "acat", "A  Cat"],
-            "'A  Cat' (20 rows), 'a cat' (20 rows), 'acat' (20 rows)",
-        ),
-    ],
-)
-def test_names_that_look_alike_get_one_line(tmp_path, labels, expected):
-    for tags in (False, True):
-        folder = texts(tmp_path / f"{tags}", labels, tags=tags)
-        make = TokenClassification if tags else TextClassification
-        task = make(folder, **SMALL)
-        assert set(labels) <= set(task.classes)
-        [note] = [note for note in task.notes if "differ only by blanks or case" in note]
-        assert expected in note

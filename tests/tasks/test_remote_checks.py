@@ -278,7 +278,7 @@ def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     words += ["--log.noise_scale", "false", "--run.dir"]
     world = run(train_remote, [*words, "stopped"], folder=tmp_path)
     assert world.codes == [1], world.output
-    assert "train.parquet, row 1505: no value in 'text'" in world.output
+    assert "train.parquet, row 1505: has no value in 'text'" in world.output
 
     options = ["--task.unreadable", "skip", "--machine.workers", "2"]
     with_bytes(tmp_path / "data", 1505)

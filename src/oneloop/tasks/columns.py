@@ -16,15 +16,16 @@ from oneloop.tasks.rows.images import checked_images, is_image
 from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
+    Check,
+    Rule,
     check_value,
-    is_finite,
     is_remote,
     reject_large_labels,
     sampled,
 )
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 
-_CACHE_VERSION = 3  # increase it if a check changes
+_CACHE_VERSION = 4  # increase it if a check changes
 UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
@@ -158,7 +159,7 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
         is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
         if not is_number and not is_text(kind):
             raise wrong_type(source, key, kind, "a number")
-        checked_values(source, rows, column, numbers=True)
+        checked_values(source, rows, column, "numbers")
 
 
 def is_text(kind: Any) -> bool:
@@ -186,140 +187,95 @@ def type_name(kind: Any) -> str:
 
 
 def checked_values(
+    source: Source, rows: Any, column: str, rule: Rule = "values", *, known: bool = False
+) -> Sequence[Any]:
+    """Check a column of values, or of lists of them; see :func:`checked_rows`."""
+    kind = element_type(rows.types[column]) or rows.types[column]
+    check = partial(check_value, column, kind, rule)
+    classes = len(getattr(kind, "names", ()))
+    return checked_rows(source, rows, [column], rule, check, known=known, classes=classes)
+
+
+def checked_rows(
     source: Source,
     rows: Any,
-    column: str,
+    columns: Sequence[str],
+    rule: str,
+    check: Check,
     *,
-    labels: bool = False,
     known: bool = False,
-    numbers: bool = False,
+    classes: int = 0,
 ) -> Sequence[Any]:
-    """Check a column, and return its distinct values if they are labels.
+    """Check each row once, cached by content; return the distinct values if they are labels.
 
     Of remote rows, some are checked now, and each one while it is read. Labels that decide which
     classes there are must be read completely: with those of a sample, the model would differ.
 
     Args:
-        source: its ``checks`` get that of the column.
+        source: its ``checks`` get that of remote rows.
         rows: rows of a split.
-        column: name of the column.
-        labels: whether its values are labels.
+        columns: names of the columns that are checked together.
+        rule: name of the check; of ``labels``, the distinct values are returned.
+        check: returns what is wrong with a row; empty if nothing is.
         known: whether the classes are known already.
-        numbers: whether its values must be finite numbers, or texts of them.
+        classes: number of classes in the schema.
 
     Raises:
-        ValueError: a value cannot be used, or the labels of remote rows are too many.
+        ValueError: a row cannot be used, or the labels of remote rows are too many.
     """
     if is_remote(rows):
-        kind = element_type(rows.types[column]) or rows.types[column]
-        source.checks[column] = partial(check_value, column, kind, labels, numbers)
-        if not labels or known:
+        source.checks[f"{rule} {columns}"] = check
+        if rule != "labels" or known:
             rows = sampled(rows)
-        elif not hasattr(kind, "names"):
-            reject_large_labels(rows, column)
-        try:
-            return values_of(rows, column, distinct=labels, numbers=numbers)
-        except ValueError:
-            # Texts that are not UTF-8 are listed while they are read.
-            rows = with_texts(rows, [column], None if source.skipped is None else [])
-    return values_of(rows, column, distinct=labels, numbers=numbers)
-
-
-def values_of(
-    rows: Any, column: str, *, distinct: bool = True, numbers: bool = False
-) -> Sequence[Any]:
-    """Return the distinct values of a column, or of its lists, cached by the rows' content.
-
-    Args:
-        rows: rows of a split.
-        column: name of the column.
-        distinct: return the values; False: only check them.
-        numbers: check that each value is a finite number, or the text of one.
-
-    Raises:
-        ValueError: a value is missing, or is not such a number.
-    """
-    key = key_of(_CACHE_VERSION, rows_content(rows), column, distinct, numbers)
+        elif not classes:
+            reject_large_labels(rows, columns[0])
+    key = key_of(_CACHE_VERSION, rows_content(rows), columns, rule)
     with alone(f"values/{key}.json") as file:
         if not file.exists():
-            values = _checked_values(rows, column, distinct=distinct, numbers=numbers)
+            try:
+                values = _check_each(rows, columns, rule, check, classes)
+            except UnicodeDecodeError:
+                # Texts of remote rows that are not UTF-8 are listed while they are read.
+                some = with_texts(rows, columns, None if source.skipped is None else [])
+                return _check_each(some, columns, rule, check, classes)
             # Do not cache the values of rows with findings: they would not be found again.
             findings = FINDINGS.get()
             if findings and findings.unusable:
                 return values
             with replacing(file) as draft:
                 draft.write_text(json.dumps(values))
-        known: list[Any] = json.loads(file.read_text())
-        return known
+        cached: list[Any] = json.loads(file.read_text())
+        return cached
 
 
-def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) -> list[Any]:
-    from pyarrow import compute
-
-    kind = element_type(rows.types[column]) or rows.types[column]
-    seen: set[Any] = set()
-    before = 0
-    for array in rows.values(column):
-        array.validate(full=True)  # raises ValueError if a text is not UTF-8
-        lists = hasattr(array, "flatten") and element_type(rows.types[column]) is not None
-        values = array.flatten() if lists else array
-
-        # Find the missing values. ClassLabel stores them as -1, and an empty text is no label.
-        missing = values.is_null()
-        if hasattr(kind, "names"):
-            missing = compute.or_(missing, compute.less(compute.fill_null(values, -1), 0))
-            if lists:  # a tag of -100 is ignored
-                ignored = compute.equal(compute.fill_null(values, -1), -100)
-                missing = compute.and_not(missing, ignored)
-        elif distinct and is_text(kind):
-            missing = compute.or_(missing, compute.equal(compute.fill_null(values, ""), ""))
-        missing = missing.to_numpy(zero_copy_only=False)
-
-        # Find the rows that have one. An empty list has no value either.
-        wrong = array.is_null().to_numpy(zero_copy_only=False)
-        if lists:
-            lengths = compute.fill_null(compute.list_value_length(array), 0)
-            lengths = lengths.to_numpy(zero_copy_only=False)
-            row_of = np.repeat(np.arange(len(array)), lengths)
-            wrong = wrong | (lengths == 0)
-            wrong[row_of[missing]] = True
-        else:
-            wrong = wrong | missing
-
-        # Report them, then values that are not numbers.
-        for at in np.flatnonzero(wrong).tolist():
-            unusable(
-                rows.where(before + at), f" has no value in {column!r}; fill it, or remove the row"
-            )
-        if numbers:
-            for at in _non_numbers(values):
-                unusable(
-                    rows.where(before + at),
-                    f": {values[at].as_py()!r} in {column!r} is not a finite number in float32",
-                )
-
-        # Collect the values, and stop if there are too many to be classes.
-        if distinct:
-            seen |= set(compute.unique(values.filter(~missing)).to_pylist())
-            seen -= {*UNTAGGED} if lists else set()
-        if len(seen) > _MAX_LABELS:
+def _check_each(
+    rows: Any, columns: Sequence[str], rule: str, check: Check, classes: int
+) -> list[Any]:
+    """Check each row, and return the distinct labels; ``classes``: their number in the schema."""
+    labels = set[Any]()
+    values = [values_of(rows, column) for column in columns]
+    for number, row in enumerate(zip(*values, strict=True)):
+        why = check(dict(zip(columns, row, strict=True)))
+        if why:
+            unusable(rows.where(number), why)
+        elif rule == "labels":
+            labels.update(row[0] if isinstance(row[0], list) else row)
+            labels.difference_update(UNTAGGED if isinstance(row[0], list) else ())
+        if len(labels) > _MAX_LABELS:
             raise ValueError(
-                f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: "
+                f"{rows.where(number)}: {columns[0]!r} has over {_MAX_LABELS:,} different classes: "
                 "too many"
             )
-        before += len(array)
         # Over a network, read only until all classes of the schema have occurred.
-        if distinct and is_remote(rows) and len(seen) == len(getattr(kind, "names", ())):
+        if labels and is_remote(rows) and len(labels) == classes:
             break
-    return sorted(seen)
+    return sorted(labels)
 
 
-def _non_numbers(values: Any) -> Iterator[int]:
-    """Yield the indices of values that are not finite numbers, or texts of them."""
-    for at, value in enumerate(values.to_pylist()):
-        # a missing value is already known
-        if value is not None and not is_finite(value):
-            yield at
+def values_of(rows: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column."""
+    for array in rows.values(column):
+        yield from array.to_pylist()
 
 
 def number_of_text(text: str) -> int:
@@ -340,7 +296,6 @@ def repeated(texts: Iterable[str]) -> int:
 
 def texts_of(rows: Any, column: str) -> Iterator[str]:
     """Yield the texts of a column."""
-    for array in rows.values(column):
-        for text in array.to_pylist():
-            # Replace lone surrogates, which are not valid UTF-8.
-            yield text.encode(errors="replace").decode()
+    for text in values_of(rows, column):
+        # Replace lone surrogates, which are not valid UTF-8.
+        yield text.encode(errors="replace").decode()

@@ -1,13 +1,11 @@
 """Checks of several columns of a row together, before training."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from oneloop.tasks.rows.cache import alone, key_of, rows_content
+from oneloop.tasks.columns import checked_rows
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.rows.remote_checks import sampled
-from oneloop.tasks.rows.rows import FINDINGS, Row, unusable
+from oneloop.tasks.rows.rows import Row
 
 
 def check_together(
@@ -15,7 +13,7 @@ def check_together(
 ) -> None:
     """Raise ValueError if values of several columns of a row do not fit each other.
 
-    Rows are checked once, and again while they are read: of remote ones, only some are read before.
+    Rows are checked once. Of remote ones, some are checked before, and each while it is read.
 
     Args:
         sources: the data sets.
@@ -24,16 +22,9 @@ def check_together(
     """
     for source in sources:
         columns = [source.columns[key] for key in keys]
-        source.checks[problem.__name__] = partial(_check, columns, problem)
+        check = partial(_check, columns, problem)
         for rows in source.parts.values():
-            # An empty file of the cache states that these rows are right.
-            key = key_of(problem.__name__, rows_content(rows), *columns)
-            with alone(f"values/{key}.ok") as done:
-                if done.exists():
-                    continue
-                _check_rows(sampled(rows), columns, problem)
-                if not FINDINGS.get():
-                    done.touch()
+            checked_rows(source, rows, columns, problem.__name__, check)
 
 
 def unlearnable(anchor: str, positive: str, *negatives: str) -> str:
@@ -51,23 +42,9 @@ def unlearnable(anchor: str, positive: str, *negatives: str) -> str:
     return ""
 
 
-def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) -> None:
-    values = [_values(rows, column) for column in columns]
-    for number, row in enumerate(zip(*values, strict=True)):
-        # A missing value is already known.
-        if None in row:
-            continue
-        why = problem(*row)
-        if why:
-            unusable(rows.where(number), f": {why}")
-
-
-def _values(rows: Any, column: str) -> Iterator[Any]:
-    for array in rows.values(column):
-        yield from array.to_pylist()
-
-
-def _check(columns: Sequence[str], problem: Callable[..., str], row: Row) -> None:
-    why = problem(*(row[column] for column in columns))
-    if why:
-        raise ValueError(why)
+def _check(columns: Sequence[str], problem: Callable[..., str], row: Row) -> str:
+    """Return what is wrong with the values of these columns."""
+    values = [row[column] for column in columns]
+    # A missing value is already known.
+    why = "" if None in values else problem(*values)
+    return why and f": {why}"

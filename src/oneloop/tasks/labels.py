@@ -13,11 +13,17 @@ from torch import Tensor
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
-from oneloop.tasks.columns import checked_values, columns_of, element_type, wrong_type
+from oneloop.tasks.columns import (
+    checked_rows,
+    checked_values,
+    columns_of,
+    element_type,
+    is_text,
+    wrong_type,
+)
 from oneloop.tasks.rows.image_rows import composed
-from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sampled
+from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels
 from oneloop.tasks.rows.rows import Row
 
 # by source name: a function from a label to its class number
@@ -65,24 +71,32 @@ def classes_of(
                 f"{source.where}: {column!r} numbers its classes {kind} in {split}, and {before} "
                 "before; write all files with the same list of classes"
             )
-        values = checked_values(source, rows, column, labels=True)
+        values = checked_values(source, rows, column, "labels")
         found = {_name(kind, value) for value in values}
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
-    spellings = _Spellings([*sorted(trained), *sorted(set().union(*seen.values()))])
-    sources[0].notes += spellings.notes(sources, key)
 
     # Every label must be trained.
-    trained = {spellings.name(label) for label in trained}
+    known = set(map(composed, trained))
     for (where, split), found in seen.items():
-        unknown = sorted({spellings.name(label) for label in found} - trained)
+        unknown = sorted(label for label in found if composed(label) not in known)
         if unknown:
             raise ValueError(
                 f"{where}: labels {unknown[:5]} occur in {split} but not in train; move some of "
                 "their rows to train, or leave them out; if the splits were drawn, write files for "
                 "train and validation"
             )
+
+    # macOS decomposes the names of files: ``é`` is ``e`` and an accent.
+    spellings = Counter(map(composed, set().union(*seen.values())))
+    merged = {name for name, count in spellings.items() if count > 1}
+    trained = {composed(name) if composed(name) in merged else name for name in trained}
+    if merged:
+        sources[0].notes.append(
+            "classes that are spelled in several Unicode forms are one class: "
+            f"{', '.join(sorted(merged))}"
+        )
 
     # Number the classes.
     names = _sorted_classes(trained, [*kinds.values()])
@@ -97,68 +111,6 @@ def classes_of(
         )
     numbers = {composed(name): index for index, name in enumerate(names)}
     return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
-
-
-class _Spellings:
-    """The names of classes. Names that Unicode composes to the same text are one class.
-
-    macOS decomposes the names of files: ``é`` is ``e`` and an accent. A class has the composed name
-    if it is spelled in several ways, and else the name that it has in the data.
-
-    Args:
-        labels: the labels of all splits; those of the training split first.
-    """
-
-    def __init__(self, labels: Sequence[str]) -> None:
-        self._names: dict[str, str] = {}  # of the class, by composed label
-        self.merged: dict[str, None] = {}  # composed labels of several spellings
-        for label in labels:
-            form = composed(label)
-            if self._names.setdefault(form, label) != label:
-                self._names[form] = form
-                self.merged[form] = None
-
-    def name(self, label: str) -> str:
-        """Return the name of the class of a label."""
-        return self._names[composed(label)]
-
-    def notes(self, sources: Sequence[Source], key: str) -> list[str]:
-        """Return lines about classes of several spellings, and about names that look alike.
-
-        Args:
-            sources: the data sets.
-            key: task key of the label column.
-        """
-        notes = []
-        if self.merged:
-            notes.append(
-                f"classes that are spelled in several Unicode forms are one class: "
-                f"{', '.join(self.merged)}"
-            )
-        alike: dict[str, list[str]] = {}
-        for form in self._names:
-            alike.setdefault("".join(form.split()).casefold(), []).append(form)
-        similar = {name for names in alike.values() if len(names) > 1 for name in names}
-        if similar:
-            counts = _counts(sources, key, similar)
-            shown = ", ".join(f"{name!r}{counts.get(name, '')}" for name in sorted(similar))
-            notes.append(f"classes whose names differ only by blanks or case: {shown}")
-        return notes
-
-
-def _counts(sources: Sequence[Source], key: str, names: set[str]) -> dict[str, str]:
-    """Return how often these labels occur, in all splits; nothing for remote rows."""
-    counts = Counter[str]()
-    for _, _, rows, column in columns_of(sources, key):
-        if is_remote(rows):
-            return {}
-        kind = element_type(rows.types[column]) or rows.types[column]
-        for array in rows.values(column):
-            labels = array if element_type(rows.types[column]) is None else array.flatten()
-            for entry in labels.value_counts().to_pylist():
-                if entry["values"] is not None:
-                    counts[composed(_name(kind, entry["values"]))] += entry["counts"]
-    return {name: f" ({count:,} rows)" for name, count in counts.items()}
 
 
 def are_shares(sources: Sequence[Source]) -> bool:
@@ -179,26 +131,16 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     Raise ValueError if rows differ in the number of probabilities, one is negative, or a row does
     not sum to 1.
     """
-    # Check each row.
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
         if not _is_shares(rows.types[column]):
             raise wrong_type(
                 source, "label", rows.types[column], "class probabilities, as in the other data"
             )
-        before = 0
-        some = sampled(rows)
-        for array in some.values(column):
-            for number, shares in enumerate(array.to_pylist()):
-                # The first row sets the number of classes.
-                classes = classes or len(shares or ())
-                try:
-                    _check_shares(column, classes, {column: shares})
-                except ValueError as error:
-                    raise ValueError(f"{some.where(before + number)}: {error}") from error
-            before += len(array)
-        if is_remote(rows):
-            source.checks[column] = partial(_check_shares, column, classes)
+        # The first row sets the number of classes.
+        classes = classes or len(rows[0][column] or ())
+        check = partial(_check_shares, column, classes)
+        checked_rows(source, rows, [column], f"{classes} shares", check)
 
     if classes < 2:
         raise ValueError(
@@ -208,17 +150,18 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     return list(map(str, range(classes)))
 
 
-def _check_shares(column: str, classes: int, row: Row) -> None:
-    """Raise ValueError if a row has no probability of each class."""
+def _check_shares(column: str, classes: int, row: Row) -> str:
+    """Return why a row has no probability of each class; empty if it has them."""
     shares = row[column]
     valid = len(shares or ()) == classes and all(
         share is not None and share >= 0 for share in shares
     )
-    if not valid or abs(sum(shares) - 1.0) > 1.01e-3:
-        raise ValueError(
-            f"{shares} in {column!r} are not shares of {classes} classes, which are 0 or more and "
-            "sum to 1"
-        )
+    if valid and abs(sum(shares) - 1.0) <= 1.01e-3:
+        return ""
+    return (
+        f": {shares} in {column!r} are not shares of {classes} classes, which are 0 or more and "
+        "sum to 1"
+    )
 
 
 def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list[int]:
@@ -261,7 +204,7 @@ def numbers_of(
             raise wrong_type(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
-        values = checked_values(source, rows, column, labels=True, known=True)
+        values = checked_values(source, rows, column, "labels", known=True)
         found = {composed(_name(kind, value)) for value in values}
         unknown = sorted(found - set(map(composed, classes)))
         if unknown:
@@ -374,12 +317,8 @@ def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:
 
 def _is_label(kind: Any) -> bool:
     """Whether a column of this type holds one label per row."""
-    if element_type(kind) is not None or isinstance(kind, Mapping):
-        return False
-    if getattr(kind, "id", None) == OBJECTS:
-        return False
     dtype = str(getattr(kind, "dtype", ""))
-    return dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
+    return is_text(kind) or dtype == "bool" or dtype.startswith(("int", "uint"))
 
 
 def _name(kind: Any, value: Any) -> str:

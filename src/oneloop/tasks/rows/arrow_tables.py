@@ -6,7 +6,6 @@ They come from JSON Lines, csv and Arrow files, image folders, and data sets of 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,16 @@ from oneloop.tasks.rows.cache import (
     numbers_key,
     rows_content,
 )
-from oneloop.tasks.rows.column_types import MIXED
+from oneloop.tasks.rows.column_types import reject_mixed
 from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
 from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
-from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.image_rows import image_rows, metadata_files
 from oneloop.tasks.rows.objects import flattened, value_of
 from oneloop.tasks.rows.parquet_files import decoded_column, is_wanted, plain_features
 from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.rows.text_tables import Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
-_SHOWN = 100  # rows whose objects give names for messages
 
 
 class Table:
@@ -126,13 +124,13 @@ def _table(
     name = str(files[0] if len(files) == 1 else found.root)
     described = [*files]
     if found.kind == "image":
-        described += metadata_of(found)
+        described += metadata_files(found).values()
     content = content_of(described, found.root)
     # Results for labels that are not the names of the images' own folders are cached separately.
     if found.regrouped:
         content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
-    nested = ""  # fields of objects, for messages
+    fields = list[str]()
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
@@ -141,28 +139,23 @@ def _table(
             dataset = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
-            # Objects of JSON Lines have no types, so their fields become columns.
-            names = made.dataset.column_names
-            fields = [
-                name for name in columns or () if name not in names and is_wanted(name, names)
-            ]
-            if fields and found.kind == "json":
+            if found.kind == "json":
+                # Objects have no types here, so their fields become columns.
+                dotted = {column for column in columns or () if "." in column}
+                fields = sorted(dotted.difference(made.dataset.column_names))
+            if fields:
                 made = converted(found, split, files, content, fields)
-                first = map(
-                    Table(made.dataset, {}, {0: name}).__getitem__, range(len(made.dataset))
-                )
-                known = {field for row in islice(first, _SHOWN) for field in flattened(row)}
-                nested = "".join(
-                    f", {field}" for field in sorted(known.difference(made.dataset.column_names))
-                )
             dataset = made.dataset
     if split:
         content["part"] = split
     if columns is None:
         columns = dataset.column_names
     if made is None:
-        return Table(with_columns(dataset, columns, name, nested), content, {0: name})
-    dataset = with_columns(dataset, columns, name, nested + made.about)
+        return Table(with_columns(dataset, columns, name), content, {0: name})
+    reject_mixed(made.mixed, columns, name)
+    first = Table(dataset, {}, {0: name})[0] if fields else {}
+    known = "".join(f", {field}" for field in sorted(flattened(first).keys() - first.keys()))
+    dataset = with_columns(dataset, columns, name, known + made.about)
     table = Table(dataset, content, {0: name, **made.names}, made.about)
 
     # Values of columns that are not read do not count.
@@ -204,18 +197,13 @@ def _wrong(rows: Any, columns: Sequence[str]) -> list[tuple[int, str]]:
             try:
                 array.validate(full=True)
             except ValueError:
-                found += [(before + at, column) for at, text in enumerate(array) if _is_bytes(text)]
+                for index, value in enumerate(array, start=before):
+                    try:
+                        value.as_py()
+                    except UnicodeDecodeError:
+                        found.append((index, column))
             before += len(array)
     return found
-
-
-def _is_bytes(value: Any) -> bool:
-    """Return whether a value of Arrow, or a value in it, is a text that is not UTF-8."""
-    try:
-        value.as_py()
-    except UnicodeDecodeError:
-        return True
-    return False
 
 
 def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] | None) -> Any:
@@ -266,7 +254,7 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
         about: more about its columns, for the message about a missing one.
 
     Raises:
-        ValueError: a column is missing, or holds several types.
+        ValueError: a column is missing.
     """
     from datasets import Audio, Image, concatenate_datasets
 
@@ -275,17 +263,12 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "
     flat = dataset.column_names
     fields = []
     for column in columns:
-        wrong = getattr(dataset.features.get(column), "id", None) or ""
-        if wrong.startswith(MIXED):
-            raise ValueError(f"{name}: column {column!r} {wrong}")
-        found = dataset
         if column not in flat:
             # A format, which lists columns, would hide the fields of objects.
-            objects = [one for one, kind in dataset.features.items() if isinstance(kind, dict)]
+            objects = [one for one in flat if isinstance(dataset.features[one], dict)]
             parents = sorted((one for one in objects if is_wanted(column, [one])), key=len)
             found = dataset.select_columns(parents[-1:]).with_format(None)
-        found = down_to(found, column, name, flat, about, max_depth=2)
-        if column not in flat:
+            found = down_to(found, column, name, flat, about, max_depth=2)
             fields.append(found.select_columns([column]))
     dataset = dataset.select_columns([column for column in columns if column in flat])
     if fields:
@@ -398,8 +381,8 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
 
     # A word is enough (train1), if no other split has it, and none has exactly its name.
     words = [split_of(split) for split in loaded]
-    by_word = zip(words, loaded, strict=True)
-    named = {word: split for word, split in by_word if word and words.count(word) == 1}
+    named = {split_of(split): split for split in loaded if words.count(split_of(split)) == 1}
+    named.pop("", None)
     named |= {SPLITS[split]: split for split in loaded if split in SPLITS}
     if "train" not in named:
         raise ValueError(

@@ -179,7 +179,9 @@ def chosen(
     if others:
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in sorted(others.items()))
         notes.append(f"{where}: files that are not read: {kinds}")
-    parts = {"": sorted(files)} if whole else parted(files, root, kind, where, notes)
+    parts = {"": sorted(files)}
+    if not whole and files != [root]:
+        parts = parted(files, root, kind, where, notes)
     return Found(root, kind, parts, notes, where)
 
 
@@ -270,16 +272,17 @@ def parted(
             seem to be different splits.
     """
     parts: dict[str, list[AnyPath]] = {}
-    words: dict[AnyPath, list[str]] = {}
+    words = list[tuple[AnyPath, str]]()  # each file and name that may contain a split
     for file, folders, names in _names(files, root, kind):
         # A folder with exactly the name of a split decides first.
         exact = [SPLITS.get(folder.lower(), "") for folder in folders]
         splits = [*exact, *(split_of(name, first=kind == "text") for name in names)]
         parts.setdefault(next(filter(None, splits), ""), []).append(file)
-        words[file] = names
+        words += [(file, name) for name in names]
 
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
-        notes += _about(words, where)
+        if all(file.suffix != ".py" for file in files):
+            notes += _about(words, where)
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
     if "" in parts:
@@ -303,16 +306,10 @@ def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
-def is_split(names: Iterable[str], split: str) -> bool:
-    """Return whether all names are those of this split, if there is one."""
-    return bool(split) and all(split_of(name) == split for name in names)
-
-
 def _names(
     files: Sequence[AnyPath], root: AnyPath, kind: str
 ) -> Iterator[tuple[AnyPath, Sequence[str], list[str]]]:
     """Yield each file, the folders that may be splits, and the names that may contain them.
-
 
     - Rows: the file (``train-00000-of-00002.parquet``), and folders at any depth.
     - Images: the folders above the class folder. If there is none, images have metadata, or are
@@ -322,44 +319,38 @@ def _names(
 
     The name of a folder that holds all files does not matter, unless it is exactly a split.
     """
-    described = set[PurePath]()
-    if kind == "image":
-        folders = {Path(file.parent) for file in files}
-        described = {folder for folder in folders if metadata_in(folder) is not None}
+    folders = {file.parent: file.parent.relative_to(root).parts for file in files}
     # If an image has a class folder in its split, an image without one is rejected later.
-    flat = all(split_of(file.parent.name) for file in files)
-    flat = flat or any(
-        split_of(name) for file in files for name in file.relative_to(root).parts[:-2]
+    flat = (
+        all(split_of(folder.name) for folder in folders)
+        or any(split_of(name) for path in folders.values() for name in path[:-1])
+        or (kind == "image" and any(metadata_in(Path(folder)) for folder in folders))
     )
-    shared = len(PurePath(os.path.commonpath([file.parent for file in files])).parts)
+    shared = len(PurePath(os.path.commonpath(folders)).parts) - len(root.parts)
     for file in files:
-        path = PurePath() if file == root else file.relative_to(root)
-        above = path.parts[:-1]
-        names = [path.name]
+        above = folders[file.parent]
+        names = [file.name]
         if kind == "image":
             names = []
-            above = above if flat or file.parent in described else above[:-1]
+            above = above if flat else above[:-1]
         elif kind == "text":
             above = above[:1]
-            names = [] if above or path.suffix == ".py" else names
-        yield file, above, [*names, *above[max(0, shared - len(root.parts)) :]]
+            names = [] if above or file.suffix == ".py" else names
+        yield file, above, [*names, *above[shared:]]
 
 
-def _about(names: Mapping[AnyPath, list[str]], where: str) -> list[str]:
+def _about(words: Sequence[tuple[AnyPath, str]], where: str) -> list[str]:
     """Return a line about a name that contains train, test, valid or dev, if there is one.
 
     Args:
-        names: the names that may contain splits, by file.
+        words: each file, and a name that may contain a split.
         where: path or address for messages.
 
     Raises:
         ValueError: names of two files seem to be different splits.
     """
-    if any(file.suffix == ".py" for file in names):
-        return []
-    several = [(file, name) for file, own in names.items() for name in own]
-    training = [(file, name) for file, name in several if "train" in name.lower()]
-    held_out = [(file, name) for file, name in several if _HELD_OUT.search(name)]
+    training = [(file, name) for file, name in words if "train" in name.lower()]
+    held_out = [(file, name) for file, name in words if _HELD_OUT.search(name)]
     for (file, name), (other_file, other) in product(training, held_out):
         if file != other_file:
             raise ValueError(
@@ -367,11 +358,9 @@ def _about(names: Mapping[AnyPath, list[str]], where: str) -> list[str]:
                 "contains test, valid or dev; rename them train.… and test.… (validation.…), or "
                 "remove these words from their names"
             )
-    lines = [
-        f"{where}: {name!r} does not name one split, so all files are one set"
-        for _, name in training + held_out
-    ]
-    return lines[:1]
+    for _, name in training + held_out:
+        return [f"{where}: {name!r} does not name one split, so all files are one set"]
+    return []
 
 
 def metadata_in(folder: Path) -> Path | None:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.column_types import Columns
+from oneloop.tasks.rows.column_types import Columns, reject_mixed
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import (
     Found,
-    is_split,
     kind_of,
     metadata_in,
     parted,
@@ -52,7 +51,7 @@ def image_rows(
     from datasets import Dataset, Image
 
     files = there.parts[split]
-    metadata = {folder: _read(file, read) for folder, file in _metadata_files(there).items()}
+    metadata = {folder: _read(file, read) for folder, file in metadata_files(there).items()}
     if metadata:
         rows = [{IMAGE: str(file), **with_fields(_about(file, metadata), read)} for file in files]
     else:
@@ -71,6 +70,7 @@ def image_rows(
     columns = Columns()
     columns.add(rows, files)
     table = pyarrow.Table.from_arrays(columns.arrays(rows, files), schema=columns.schema())
+    reject_mixed(columns.mixed, read, there.where)
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 
@@ -85,7 +85,7 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
         there: the files. With metadata, there are no class folders.
         known: the classes of a trained model; without them, those of the training split.
     """
-    if _metadata_files(there):
+    if there.root.is_file() or metadata_files(there):
         return {}
     try:
         # Also of images that are read as one set.
@@ -96,27 +96,28 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
     classes: dict[Path, Path] = {}
     names = set(map(composed, known))
     for split in sorted(splits, key=lambda split: split != "train"):
-        levels = {}  # folders above an image, the outermost first
-        for folder in {file.parent for file in splits[split]}:
-            above = reversed((folder, *folder.parents))
-            levels[folder] = [one for one in above if there.root in one.parents]
-        depth = _depth([*levels.values()], split, names)
-        classes |= {one: above[depth] for one, above in levels.items() if len(above) > depth}
+        folders = {file.parent for file in splits[split]}
+        paths = {folder: folder.relative_to(there.root).parts for folder in folders}
+        depth = _depth([*paths.values()], split, names)
+        for folder, path in paths.items():
+            if len(path) > depth:
+                classes[folder] = there.root.joinpath(*path[: depth + 1])
         names = names or {composed(folder.name) for folder in classes.values()}
     return classes
 
 
-def _depth(levels: Sequence[Sequence[Path]], split: str, known: set[str]) -> int:
-    """Return the depth of the class folders of a split."""
+def _depth(paths: Sequence[Sequence[str]], split: str, known: set[str]) -> int:
+    """Return the depth of the class folders of a split, by the paths of its folders."""
     depth = 0
-    names = set[str]()
-    for folders in zip(*levels, strict=False):
-        names = {composed(folder.name) for folder in folders}
-        if names <= known or (len(names) > 1 and not is_split(names, split)):
+    is_split = False  # whether all names are those of the split
+    for level in zip(*paths, strict=False):
+        names = set(map(composed, level))
+        is_split = bool(split) and set(map(split_of, names)) == {split}
+        if names <= known or (len(names) > 1 and not is_split):
             return depth
         depth += 1
     # If all images are in one folder, it is that of their class or of their split.
-    is_one = all(len(above) == depth for above in levels) and not is_split(names, split)
+    is_one = all(len(path) == depth for path in paths) and not is_split
     return max(depth - is_one, 0)
 
 
@@ -151,12 +152,7 @@ def empty_classes(there: Found[Path]) -> list[Path]:
     return sorted(empty)
 
 
-def metadata_of(there: Found[Path]) -> list[Path]:
-    """Return the metadata files of the images."""
-    return sorted(_metadata_files(there).values())
-
-
-def _metadata_files(there: Found[Path]) -> dict[Path, Path]:
+def metadata_files(there: Found[Path]) -> dict[Path, Path]:
     """Return the metadata file of each folder that has one, in the root or above an image."""
     if not there.root.is_dir():
         return {}

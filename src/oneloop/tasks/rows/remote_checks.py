@@ -4,14 +4,18 @@ A disk is read completely before a run. To do so over a network would be a downl
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from oneloop.tasks.rows.rows import Row
 
+Check = Callable[[Row], str]
+"""returns why a row cannot be used, as :func:`unusable` takes it; empty if it can"""
+Rule = Literal["values", "labels", "numbers"]
+"""what the values of a column must be"""
 _ROWS = 1000  # rows that are checked before a run, about
 _BYTES = 64 << 20  # as stored, of the row groups that these rows are in
 _LARGEST = float(np.finfo(np.float32).max)
@@ -70,48 +74,45 @@ def reject_large_labels(rows: Any, column: str) -> None:
         )
 
 
-def while_reading(
-    make: Callable[[Row], Any], checks: Mapping[str, Callable[[Row], None]]
-) -> Callable[[Row], Any]:
+def while_reading(make: Callable[[Row], Any], checks: Mapping[str, Check]) -> Callable[[Row], Any]:
     """Return ``make`` with checks of each row before it; without checks ``make`` itself.
 
     Args:
         make: converts a row to a sample.
-        checks: by column; each raises ValueError if a row cannot be used.
+        checks: by name; each returns why a row cannot be used.
     """
     return partial(_checked, [*checks.values()], make) if checks else make
 
 
-def _checked(
-    checks: list[Callable[[Row], None]],
-    make: Callable[[Row], Any],
-    row: Row,
-) -> Any:
+def _checked(checks: Sequence[Check], make: Callable[[Row], Any], row: Row) -> Any:
     for check in checks:
-        check(row)
+        why = check(row)
+        if why:
+            raise ValueError(why.lstrip(": "))
     return make(row)
 
 
-def check_value(column: str, kind: Any, labels: bool, numbers: bool, row: Row) -> None:
-    """Raise ValueError if a row of a data set lacks a value, or has one that cannot be used.
+def check_value(column: str, kind: Any, rule: Rule, row: Row) -> str:
+    """Return why a row of a data set lacks a value, or has one that cannot be used; else empty.
 
     Args:
         column: name of the column.
         kind: type of its values, or of the elements of its lists.
-        labels: whether they are labels, of which an empty text is none.
-        numbers: whether they must be finite numbers, or texts of them.
+        rule: ``values`` must be there; an empty text is none of the ``labels``; ``numbers`` must
+            be finite, or texts of finite numbers.
         row: the row.
     """
     value = row[column]
     values = value if isinstance(value, list) else [value]
     names = getattr(kind, "names", None)
     for one in values or [None]:
-        missing = one is None or (labels and one == "")
+        missing = one is None or (rule == "labels" and one == "")
         is_ignored = one == -100 and isinstance(value, list)
         if missing or (names and not is_ignored and not 0 <= one < len(names)):
-            raise ValueError(f"no value in {column!r}; fill it, or remove the row")
-        if numbers and not is_finite(one):
-            raise ValueError(f"{one!r} in {column!r} is not a finite number in float32")
+            return f" has no value in {column!r}; fill it, or remove the row"
+        if rule == "numbers" and not is_finite(one):
+            return f": {one!r} in {column!r} is not a finite number in float32"
+    return ""
 
 
 def is_finite(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """The sources of rows that ``task.data`` names, one or several, before they are opened."""
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from oneloop.data.mixture import proportions
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.image_rows import LABEL
 from oneloop.tasks.rows.remote.data_sets import check_stream, local_only
-from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.rows.remote_checks import Check
 
 Data = str | list[dict[str, Any]]
 """a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
@@ -41,8 +41,8 @@ class Source:
     notes: list[str] = field(default_factory=list)  # for the log
     found: Found[Any] = Found(Path(), "", {})  # its files, if they have been listed
     known: Sequence[str] = ()  # the classes of a trained model
-    # by column: check of a remote row while it is read
-    checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
+    # by name: check of a remote row while it is read
+    checks: dict[str, Check] = field(default_factory=dict)
 
     def origin(self, key: str, kind: Any) -> str:
         """Return where the classes in a column of this type are from, for the log."""

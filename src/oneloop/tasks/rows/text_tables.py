@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from oneloop.basics.files import FULL, one_line, replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
-from oneloop.tasks.rows.column_types import Columns, JsonRows, Misfit
+from oneloop.tasks.rows.column_types import Columns, JsonRows
 from oneloop.tasks.rows.csv_json_lines import (
     DIALECTS,
     FileRow,
@@ -30,7 +30,7 @@ from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.objects import with_fields
 
 _Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
-_VERSION = 6  # version of the conversion; increase it if the result for the same files changes
+_VERSION = 7  # version of the conversion; increase it if the result for the same files changes
 _ROWS = 1000  # rows of a batch
 _STARTED = time.time()  # of this process
 
@@ -45,12 +45,14 @@ class Converted:
             the whole row.
         about: how the rows seem to be stored, if the file is one JSON object; for messages.
         names: names of the files by number of the first row, if they are known.
+        mixed: columns of several types, and why.
     """
 
     dataset: Any
     unreadable: Sequence[tuple[int, str, str, str | None]]
     about: str
     names: Mapping[int, str]
+    mixed: Mapping[str, str]
 
 
 def converted(
@@ -104,7 +106,7 @@ def converted(
     for index, number, line, why, column in report["unreadable"]:
         unreadable.append((index, f"{filled[number]}, line {line}", why, column))
     names = {first: str(filled[number]) for first, number in report["firsts"]}
-    return Converted(dataset, unreadable, report["about"], names)
+    return Converted(dataset, unreadable, report["about"], names, report["mixed"])
 
 
 def _convert(
@@ -171,22 +173,21 @@ class _Report:
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
         self.rows = 0
-        self._firsts = dict[int, int]()  # number of the first row, by file
+        self.firsts = dict[int, int]()  # number of the first row, by file
         self.unreadable = list[_Entry]()
         self._about = ""  # how the rows seem to be stored, if the file is one JSON object
+        self.mixed: Mapping[str, str] = {}  # columns of several types, and why
 
     def add(self, file: int, rows: Sequence[FileRow]) -> None:
         """Number these rows of a file, and note those that cannot be read."""
-        self._firsts.setdefault(file, self.rows)
+        self.firsts.setdefault(file, self.rows)
         for row in rows:
             if row.values is None:
                 self.unreadable.append((self.rows, file, row.line, row.why, None))
             for column, why in row.bad.items():
                 self.unreadable.append((self.rows, file, row.line, why, column))
             self.rows += 1
-            self._about = ""
-            if self.rows == 1 and row.values:
-                self._about = about_one_object(row.values)
+            self._about = about_one_object(row.values or {}) if self.rows == 1 else ""
 
     def write(self, file: Path) -> None:
         """Write the report. Raise ValueError if no row can be read."""
@@ -194,8 +195,13 @@ class _Report:
         if whole and len(whole) == self.rows:
             _, number, line, why, _ = whole[0]
             raise ValueError(f"{self._files[number]}, line {line}: {why}")
-        firsts = [(first, file) for file, first in self._firsts.items()]
-        noticed = {"unreadable": self.unreadable, "about": self._about, "firsts": firsts}
+        firsts = [(first, file) for file, first in self.firsts.items()]
+        noticed = {
+            "unreadable": self.unreadable,
+            "about": self._about,
+            "firsts": firsts,
+            "mixed": self.mixed,
+        }
         with replacing(file) as draft:
             draft.write_text(json.dumps(noticed))
 
@@ -203,14 +209,9 @@ class _Report:
 def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
     """Yield the number of a file and its next rows, for all files in order."""
     for number, file in enumerate(files):
-        rows = list[FileRow]()
-        for row in file_rows(file, kind):
-            rows.append(row)
-            if len(rows) == _ROWS:
-                yield number, rows
-                rows = []
-        if rows:
-            yield number, rows
+        rows = file_rows(file, kind)
+        while batch := list(islice(rows, _ROWS)):
+            yield number, batch
 
 
 def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
@@ -227,53 +228,41 @@ def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
                 f"{', '.join(names)}"
             )
 
-    with_rows = set[int]()  # numbers of the files
     for number, rows in _in_batches(files, kind):
-        with_rows.add(number)
         report.add(number, rows)
         arrays = []
         for name in names:
-            values = [_value(row, name) for row in rows]
+            # A row that cannot be read has no values.
+            values = [(row.values or {}).get(name) for row in rows]
             arrays.append(pyarrow.array(values, pyarrow.large_string()))
         yield pyarrow.record_batch(arrays, names=names)
 
     for number, file in enumerate(files):
-        if number not in with_rows:
+        if number not in report.firsts:
             raise ValueError(
                 f"{file} has no rows; remove it, or write rows below the names of the columns"
             )
-
-
-def _value(row: FileRow, column: str) -> Any:
-    """Return a value of a row; None if it is missing, or cannot be read."""
-    return row.values.get(column) if row.values else None
 
 
 def _write_json(files: Sequence[Path], report: _Report, draft: Path, fields: Sequence[str]) -> None:
     """Write the rows of JSON files.
 
     Strings stay strings (pyarrow would convert dates). All values of a column with objects become
-    JSON text, which keeps their nulls, as do the values of a column with several types.
+    JSON text, which keeps their nulls.
     """
+    import pyarrow
+
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
     for rows, places in _json_batches(files, report, fields):
         columns.add(rows, places)
-    for _ in range(1 + len(columns.types)):
-        try:
-            _write(_json(files, columns, fields), draft)
-            return
-        except Misfit as error:
-            columns.mix(error.column, error.why)
-
-
-def _json(files: Sequence[Path], columns: Columns, fields: Sequence[str]) -> Iterator[Any]:
-    """Yield batches of the rows of JSON files."""
-    import pyarrow
-
     schema = columns.schema()
-    for rows, places in _json_batches(files, _Report(files), fields):
-        yield pyarrow.record_batch(columns.arrays(rows, places), schema)
+    batches = (
+        pyarrow.record_batch(columns.arrays(rows, places), schema)
+        for rows, places in _json_batches(files, _Report(files), fields)
+    )
+    _write(batches, draft)
+    report.mixed = columns.mixed
 
 
 def _json_batches(
