@@ -306,6 +306,20 @@ def test_other_tsv_keeps_its_quotes(tmp_path, rows, line):
     assert bool(about) == line
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ['"I love it.\tx', 'It is great."\tx'],
+        ['"I love it.\tx', "Really.\tx", 'It is great."\tx'],
+        ['"How do I\tgo home?"', "plain\tx"],
+    ],
+)
+def test_a_quotation_over_several_rows_or_fields_is_no_field(tmp_path, rows):
+    """Each line is a row without quotes, as in GLUE's sentences."""
+    file = write(tmp_path / "a.tsv", "text\tlabel\n" + "\n".join(rows) + "\n")
+    assert texts(file)[0] == [row.split("\t")[0] for row in rows]
+
+
 def test_all_tsv_files_of_a_data_set_have_one_rule(tmp_path):
     quoted = tsv([{"text": f'said "{n}"', "label": "x"} for n in range(9)])
     write(tmp_path / "train.tsv", quoted)

@@ -107,8 +107,8 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     """Return the kind of tab-separated files, ``tsv`` or :data:`QUOTED_TSV`, and a line about it.
 
     Quotes have a meaning if all files are as a csv writer makes them: each field in quotes holds a
-    tab, a line break or a doubled quote, and no other field holds a quote. The line is empty if no
-    field begins with a quote.
+    tab, a line break or a doubled quote, and no other field holds a quote. Files whose lines are
+    all rows without quotes are read so. The line is empty if no field begins with a quote.
 
     Args:
         files: all files of a data set.
@@ -117,6 +117,7 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     unlike = ""  # a row that a csv writer would write in another way
     for file in files:
         read = list[str]()
+        columns = 0
         try:
             with _opened(file) as stream:
                 for _, values, why in _records(file, stream, QUOTED_TSV, read):
@@ -125,7 +126,10 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
                     example = f"{row[1:_SHOWN]!r} in {file.name}"
                     if '\t"' in row:
                         begins = begins or example
-                    if why or ('"' in row and row != _written(["", *values])):
+                    columns = columns or len(values)
+                    is_written = row == _written(["", *values])
+                    is_one = is_written and _is_one_row(values, read, columns)
+                    if why or ('"' in row and not is_one):
                         unlike = unlike or example
                     if begins and unlike:
                         break
@@ -136,6 +140,23 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     if begins:
         return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes them: {begins}"
     return "tsv", ""
+
+
+def _is_one_row(values: Sequence[str], lines: Sequence[str], columns: int) -> bool:
+    """Return whether a record with quotes is one row, and its lines are not rows without them.
+
+    A quotation may begin in the text of one row, and end in the text of a later one.
+
+    Args:
+        values: the fields of the record.
+        lines: its lines.
+        columns: number of fields of the first line.
+    """
+    holds_a_break = not set("\t\r\n").isdisjoint("".join(values))
+    if columns > 1 and holds_a_break:
+        if all(line.count("\t") + 1 == columns for line in lines):
+            return False
+    return len(values) == columns
 
 
 def _written(values: Sequence[str]) -> str:
