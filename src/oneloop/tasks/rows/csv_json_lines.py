@@ -153,9 +153,8 @@ def _is_one_row(values: Sequence[str], lines: Sequence[str], columns: int) -> bo
         columns: number of fields of the first line.
     """
     holds_a_break = not set("\t\r\n").isdisjoint("".join(values))
-    if columns > 1 and holds_a_break:
-        if all(line.count("\t") + 1 == columns for line in lines):
-            return False
+    if columns > 1 and holds_a_break and all(line.count("\t") + 1 == columns for line in lines):
+        return False
     return len(values) == columns
 
 
