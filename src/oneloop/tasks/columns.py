@@ -27,6 +27,7 @@ from oneloop.tasks.rows.rows import FINDINGS, unusable
 
 _CACHE_VERSION = 4  # increase it if a check changes
 UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
+_SHOWN = 60  # characters of a value in a message
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -53,10 +54,29 @@ def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
         kind: type of the column.
         wanted: description of the right types.
     """
+    column = source.columns[key]
+    setting = f"task.{key.rstrip('_0123456789')}"
+    for rows in source.parts.values():
+        if getattr(rows.types[column], "id", None) == OBJECTS:
+            return _object_error(rows, column, f"{wanted}; set {setting} {column}.FIELD")
     return ValueError(
-        f"{source.where}: {source.columns[key]!r} holds {type_name(kind)}; expected {wanted}; "
-        f"set another task.{key.rstrip('_0123456789')}"
+        f"{source.where}: {column!r} holds {type_name(kind)}; expected {wanted}; set another "
+        f"{setting}"
     )
+
+
+def _object_error(rows: Any, column: str, expected: str) -> ValueError:
+    """Return the error for the first object of a column, which is stored as JSON beside texts."""
+    index = 0
+    for array in rows.values(column):
+        for value in array.to_pylist():
+            if value is not None and not value.startswith('"'):
+                return ValueError(
+                    f"{rows.where(index)}: {value[:_SHOWN]} in {column!r} is an object or a list; "
+                    f"expected {expected}, or correct the row"
+                )
+            index += 1
+    raise AssertionError(column)  # such a column has objects
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:

@@ -131,12 +131,13 @@ def _table(
         content["classes"] = key_of(found.regrouped)
     made: Converted | None = None
     fields = list[str]()
+    names = {0: name}
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
             dataset = image_rows(found, split, columns or [])
         elif found.kind == "arrow":
-            dataset = _mapped(files)
+            dataset, names = _mapped(files)
         if dataset is None:
             made = converted(found, split, files, content)
             if found.kind == "json":
@@ -151,7 +152,7 @@ def _table(
     if columns is None:
         columns = dataset.column_names
     if made is None:
-        return Table(with_columns(dataset, columns, name), content, {0: name})
+        return Table(with_columns(dataset, columns, name), content, names)
     reject_mixed(made.mixed, columns, name)
     first = Table(dataset, {}, {0: name})[0] if fields else {}
     known = "".join(f", {field}" for field in sorted(flattened(first).keys() - first.keys()))
@@ -233,15 +234,25 @@ def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] 
     return rows.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
 
 
-def _mapped(files: Sequence[Path]) -> Any:
-    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
+def _mapped(files: Sequence[Path]) -> tuple[Any, dict[int, str]]:
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format.
+
+    Also return the names of the files, by number of the first row.
+    """
     import pyarrow
     from datasets import Dataset, concatenate_datasets
 
+    shards = []
+    names = {}
+    rows = 0
     try:
-        return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+        for file in files:
+            shards.append(Dataset.from_file(str(file)))
+            names[rows] = str(file)
+            rows += len(shards[-1])
+        return concatenate_datasets(shards), names
     except (pyarrow.ArrowInvalid, OSError):
-        return None
+        return None, {}
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:

@@ -351,7 +351,10 @@ def _about(words: Sequence[tuple[AnyPath, str]], where: str) -> list[str]:
     """
     training = [(file, name) for file, name in words if "train" in name.lower()]
     held_out = [(file, name) for file, name in words if _HELD_OUT.search(name)]
-    for (file, name), (other_file, other) in product(training, held_out):
+    # A name with both, such as train_test_1, does not seem to be another split.
+    only_training = [one for one in training if one not in held_out]
+    only_held_out = [one for one in held_out if one not in training]
+    for (file, name), (other_file, other) in product(only_training, only_held_out):
         if file != other_file:
             raise ValueError(
                 f"{where!r} has no names of splits, but {name!r} contains train, and {other!r} "

@@ -108,14 +108,16 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
 
 def _depth(paths: Sequence[Sequence[str]], split: str, known: set[str]) -> int:
     """Return the depth of the class folders of a split, by the paths of its folders."""
-    depth = 0
-    is_split = False  # whether all names are those of the split
-    for level in zip(*paths, strict=False):
-        names = set(map(composed, level))
-        is_split = bool(split) and set(map(split_of, names)) == {split}
-        if names <= known or (len(names) > 1 and not is_split):
+    levels = [set(map(composed, level)) for level in zip(*paths, strict=False)]
+    for depth, names in enumerate(levels):
+        if names <= known:
             return depth
-        depth += 1
+    is_split = False  # whether all names are those of the split
+    for depth, names in enumerate(levels):
+        is_split = bool(split) and set(map(split_of, names)) == {split}
+        if len(names) > 1 and not is_split:
+            return depth
+    depth = len(levels)
     # If all images are in one folder, it is that of their class or of their split.
     is_one = all(len(path) == depth for path in paths) and not is_split
     return max(depth - is_one, 0)

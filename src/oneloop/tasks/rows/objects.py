@@ -26,10 +26,7 @@ def value_of(stored: Any, kind: Any) -> Any:
     """
     if stored is None or getattr(kind, "id", None) != OBJECTS:
         return stored
-    try:
-        return json.loads(stored, object_hook=Written)
-    except (ValueError, RecursionError):
-        return stored  # an older version stored a text beside objects unchanged
+    return json.loads(stored, object_hook=Written)
 
 
 def flattened(values: Mapping[str, Any], levels: int = _LEVELS) -> dict[str, Any]:
