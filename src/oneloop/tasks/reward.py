@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.language.answer_rows import Encode
+from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.conversations import column_choices, encoded, first_value
+from oneloop.tasks.language.conversations import column_choices, encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
 from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.pairs import encoded_pair, pair_choices
+from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.model_limits import config_of, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
@@ -70,6 +70,7 @@ class Reward(PairRows):
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
+    kinds = tuple((*kind, "margin") for kind in PairRows.kinds)
 
     def __init__(
         self,
@@ -122,10 +123,9 @@ class Reward(PairRows):
 
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
         if labelled:
-            return pair_choices(self.columns)
+            return super()._choices(labelled=True)
         # A row to predict is a pair, or has one answer.
-        pairs = pair_choices({**self.columns, **dict.fromkeys(("margin", *_SINGLE), "")})
-        return [*pairs, *column_choices({**self.columns, **_SINGLE})]
+        return column_choices({**self.columns, **_SINGLE}, [*PairRows.kinds, *AnswerRows.kinds])
 
     def _encode(self, *, labelled: bool) -> Encode:
         if not labelled:
@@ -136,11 +136,6 @@ class Reward(PairRows):
 
     def _encode_key(self) -> Sequence[Any]:
         return ["reward, one border, with cut", self.length, self.overlong]
-
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        if columns.get("messages"):
-            return None
-        return first_value(rows, columns["chosen"] or columns["completion"])
 
     def bare_model(self) -> nn.Module:
         """Build or load a model with one output, which knows the padding."""

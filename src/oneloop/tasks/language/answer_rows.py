@@ -11,9 +11,7 @@ from oneloop.tasks.language.conversations import (
     check_system,
     column_choices,
     encoded,
-    encoded_prompt,
-    first_value,
-    has_messages,
+    holds_texts,
 )
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import SCRATCH, Architecture
@@ -74,6 +72,8 @@ class AnswerRows(LanguageModel):
     rows_are = "texts"
     head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
+    kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
+    """keys of each kind of rows, the first choice first"""
 
     def __init__(
         self,
@@ -147,11 +147,12 @@ class AnswerRows(LanguageModel):
 
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
         """Return the columns that a source may have, the most complete choice first."""
-        return column_choices(self.columns, labelled=labelled)
+        prompts = [] if labelled else [("prompt",)]
+        return column_choices(self.columns, [*self.kinds, *prompts])
 
     def _encode(self, *, labelled: bool) -> Encode:
         """Return the function that makes tokens of a row."""
-        return encoded if labelled else encoded_prompt
+        return partial(encoded, labelled=labelled)
 
     def _encode_key(self) -> Sequence[Any]:
         """Return what this function depends on besides the rows: a part of the cache key."""
@@ -177,9 +178,11 @@ class AnswerRows(LanguageModel):
             sources.append(first_columns(source, self._choices(labelled=True), open_))
         return sources
 
-    def _chat_of(self, first_prompt: Any) -> Chat | None:
-        """Return the chat template, if the first prompt of a source is messages, or None."""
-        if first_prompt is not None and not has_messages(first_prompt):
+    def _chat_of(self, rows: Any, columns: Mapping[str, str]) -> Chat | None:
+        """Return the chat template, or None if the first prompt or answer is a text."""
+        # A prompt that is a text may stand beside answers that are messages.
+        keys = [key for key in ("text", "chosen", "prompt") if columns.get(key)]
+        if not columns.get("messages") and holds_texts(rows, columns[keys[0]]):
             end_of(self.tokenizer)  # raises ValueError if there is none
             note = "prompts and completions are concatenated unchanged"
             if self.tokenizer.chat_template:
@@ -192,16 +195,10 @@ class AnswerRows(LanguageModel):
             self._data_notes.append(self._chat.note)
         return self._chat
 
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        """Return a value of the first row that shows whether the rows are conversations."""
-        if columns["messages"]:
-            return None
-        return first_value(rows, columns["prompt"])
-
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
         columns: Mapping[str, Any] = source.columns
-        chat = self._chat_of(self._first_prompt(rows, columns))
+        chat = self._chat_of(rows, columns)
 
         # The cache key names all that the tokens of a row depend on.
         named = {key: name for key, name in columns.items() if name or key != "system"}

@@ -71,9 +71,8 @@ class Chat:
 
         # Collect the special tokens; some tokenizers list them only as added tokens.
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-        for number, token in tokenizer.added_tokens_decoder.items():
-            if token.special:
-                self.special.add(number)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special |= {number for number, token in added if token.special}
 
         # Tags say exactly which tokens are the assistant's.
         if self.marked:
@@ -99,7 +98,7 @@ class Chat:
     @cached_property
     def call_form(self) -> CallForm:
         """The form in which the template needs tool calls."""
-        return call_form(lambda messages: self._rendered(messages, None, convert=False)[0])
+        return call_form(self.render)
 
     @property
     def marked(self) -> bool:
@@ -110,7 +109,8 @@ class Chat:
         """Return a conversation as text.
 
         Args:
-            messages: messages with role and content, in transformers' format.
+            messages: messages with role and content, in transformers' format, with tool calls in
+                the template's form.
             tools: JSON schemas for the template.
             prompt: add the start of the assistant's next turn.
         """
@@ -118,9 +118,10 @@ class Chat:
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Return the tokens of a conversation that the assistant should answer."""
-        text = self.render(messages, tools, prompt=True)
+        messages = self.call_form.converted(messages)
         render = partial(self.render, prompt=True)
-        check_written(text, self.call_form.converted(messages), tools, render)
+        text = render(messages, tools)
+        check_written(text, messages, tools, render)
         return with_offsets(self.tokenizer, text, add_special_tokens=False)[0]
 
     def encode(
@@ -146,10 +147,11 @@ class Chat:
                 a special token.
         """
         # Find the character ranges that are trained.
+        messages = self.call_form.converted(messages)
         text, spans = self._rendered(messages, tools, marks=self.marked)
-        check_written(text, self.call_form.converted(messages), tools, self.render)
+        check_written(text, messages, tools, self.render)
         if not self.marked:
-            spans = self._prefix_ranges(text, messages, tools, given, untrained)
+            spans = self._prefix_ranges(text, messages, tools, {*range(given), *untrained})
         elif given:
             spans = self._after_prompt(text, spans, messages, tools, given)
         if self.marked and untrained:
@@ -175,20 +177,13 @@ class Chat:
         *,
         prompt: bool = False,
         marks: bool = False,
-        convert: bool = True,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges that the template's tags mark.
-
-        ``convert``: give tool calls the form that the template needs.
-        """
+        """Return the text, and the character ranges that the template's tags mark."""
         import jinja2
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,
             render_jinja_template,
         )
-
-        if convert and any("tool_calls" in message for message in messages):
-            messages = self.call_form.converted(messages)
 
         # Render; a template can raise anything.
         try:
@@ -224,17 +219,16 @@ class Chat:
         text: str,
         messages: Sequence[Any],
         tools: Any,
-        given: int,
         untrained: Collection[int] = (),
     ) -> list[tuple[int, int]]:
-        """Return the character ranges of the assistant's turns.
+        """Return the character ranges of the assistant's turns that are trained.
 
         A turn is what its message adds to the text of the messages before it. Raise ValueError if
         the template changes that text.
         """
         spans = []
         for index, message in enumerate(messages):
-            if index < given or index in untrained or message["role"] != "assistant":
+            if index in untrained or message["role"] != "assistant":
                 continue
             if not index:
                 raise ValueError(
@@ -247,20 +241,15 @@ class Chat:
             through = text
             if index < len(messages) - 1:
                 through = self.render(messages[: index + 1], tools)
-            if text.startswith(through) and through.startswith(before):
-                spans.append((len(before), len(through)))
-                continue
-            if find_spec("trl"):
+            if not text.startswith(through) or not through.startswith(before):
+                trl = "install trl for its training templates"
+                if find_spec("trl"):
+                    trl = "TRL has no training template for it"
                 raise ValueError(
                     f"cannot find the assistant's tokens of message {index}: the template renders "
-                    "earlier turns differently when more follow, and has no marks; TRL has no "
-                    f"training template for it; {_HINT}"
+                    f"earlier turns differently when more follow, and has no marks; {trl}; {_HINT}"
                 )
-            raise ValueError(
-                f"cannot find the assistant's tokens of message {index}: the template renders "
-                "earlier turns differently when more follow, and has no marks; install trl for "
-                f"its training templates; {_HINT}"
-            )
+            spans.append((len(before), len(through)))
         return spans
 
     def _after_prompt(
@@ -278,10 +267,7 @@ class Chat:
         # The prompt ends where its text and that of the conversation differ.
         prompt = self.render(messages[:given], tools)
         begin = len(commonprefix([text, prompt]))  # noqa: RUF071 by characters
-        kept = []
-        for start, stop in spans:
-            if start >= begin:
-                kept.append((start, stop))
+        kept = [span for span in spans if span[0] >= begin]
 
         # Each turn of the assistant must have a mark, in the prompt and after it.
         turns = [message["role"] == "assistant" for message in messages]
@@ -306,7 +292,7 @@ class Chat:
     def _keeps_prefixes(self) -> bool:
         """Return whether the template renders the beginning the same, whatever follows."""
         try:
-            self._prefix_ranges(self.render(_PROBE), _PROBE, None, 0)
+            self._prefix_ranges(self.render(_PROBE), _PROBE, None)
         except ValueError:
             return False
         return True
@@ -355,10 +341,8 @@ def _without_turns(
 
     Raise ValueError if there is not one range for each answer.
     """
-    answers = []
-    for index, message in enumerate(messages):
-        if index >= given and message["role"] == "assistant":
-            answers.append(index)
+    numbers = range(given, len(messages))
+    answers = [index for index in numbers if messages[index]["role"] == "assistant"]
     if len(spans) != len(answers):
         raise ValueError(
             f"the chat template marks {len(spans)} ranges for {len(answers)} answers, so message "

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
-from oneloop.tasks.language.conversations import first_value
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair, pair_choices
+from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
 from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
@@ -33,6 +32,7 @@ class PairRows(AnswerRows):
     unit = "samples"
     rows_are = "pairs"
     head_numbers = HEAD
+    kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
 
     def __init__(
         self,
@@ -84,19 +84,12 @@ class PairRows(AnswerRows):
         parts = {split: PairedChats(split) for split in LESSONS}
         return Source("lessons", columns, parts=parts)
 
-    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
-        return pair_choices(self.columns)
-
     def _encode(self, *, labelled: bool) -> Encode:
         assert self.overlong != "split"
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
         return ["one border, with cut", self.length, self.overlong]
-
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        # A text prompt may stand beside conversations.
-        return first_value(rows, columns["chosen"])
 
     def _preview(self, pairs: Pairs) -> str:
         """Return a log line with the texts of a pair."""

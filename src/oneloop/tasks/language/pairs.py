@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import with_one_border
-from oneloop.tasks.language.conversations import ANSWERS, conversation, encoded, is_text
+from oneloop.tasks.language.conversations import (
+    ANSWERS,
+    conversation,
+    encoded,
+    entry,
+    is_text,
+)
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.messages_as_json import brief, is_missing
@@ -58,11 +64,8 @@ def encoded_pair(
     for side in SIDES:
         # One answer is encoded as the completion of a prompt.
         completed = {**row, _PROMPT: prompt, _ANSWER: answers[side]}
-        named = {"messages": "", **_COMPLETION}
-        for key in ("tools", "system"):
-            named[key] = columns.get(key, "")
         try:
-            tokens = encoded(completed, named, tokenizer, chat)
+            tokens = encoded(completed, {**columns, **_COMPLETION}, tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
         sides.append(apart(tokens)[0])
@@ -83,9 +86,7 @@ def encoded_pair(
 
 def _margin(row: Row, columns: Mapping[str, str]) -> float:
     """Return the margin of a row, 0 without a column. Raise ValueError if it is not a number."""
-    if not columns.get("margin"):
-        return 0.0
-    value = row[columns["margin"]]
+    value = row[columns["margin"]] if columns.get("margin") else 0
     if not is_number(value) or not is_finite(value):
         raise ValueError(
             f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
@@ -96,7 +97,7 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
 
 _PROMPT = "\0prompt"  # no column has these names
 _ANSWER = "\0answer"
-_COMPLETION = {"prompt": _PROMPT, "completion": _ANSWER}
+_COMPLETION = {"messages": "", "prompt": _PROMPT, "completion": _ANSWER}
 
 
 def _check_cut(
@@ -140,7 +141,7 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         )
 
     # Texts have a prompt, or begin equally.
-    prompt = row[columns["prompt"]] if columns.get("prompt") else None
+    prompt = entry(row, columns, "prompt")
     given = None
     if not is_missing(prompt) and not is_text(prompt):
         given = _messages("prompt", prompt)
@@ -247,21 +248,3 @@ def _check_answers(number: int, chosen: Mapping[str, Any], rejected: Mapping[str
         f"{', '.join(apart.values())}; both sides need one prompt, and may differ first in what "
         "the assistant answers"
     )
-
-
-def pair_choices(columns: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the columns that a source may have, the most complete choice first.
-
-    Args:
-        columns: column name of each of the task's keys.
-    """
-    optional = [key for key in ("margin",) if columns.get(key)]
-    choices = []
-    for prompt in (("prompt",), ()):
-        for more in (("tools", "system"), ("tools",), ("system",), ()):
-            choice = dict.fromkeys(columns, "")
-            for key in (*SIDES, *prompt, *more, *optional):
-                choice[key] = columns[key]
-            if choice not in choices:
-                choices.append(choice)
-    return choices
