@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from oneloop.tasks.language.pair_samples import PaddedPairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.model_limits import config_of, padding_token
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
 
 METRICS = {
@@ -40,6 +38,24 @@ _SQUARE = "square"
 _SINGLE = {"messages": "messages", "completion": "completion"}
 """columns of rows with one answer, which ``oneloop predict`` reads besides pairs"""
 _ANY_LENGTH = 1 << 30  # tokens
+
+
+class RewardPairs(PaddedPairs):
+    """Pairs with their margins. The rejected side of a single answer is empty."""
+
+    warning = ""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), float(self.margins[index]))
+
+    @property
+    def limit(self) -> str:
+        return f"{self.length:,} tokens"
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of input tokens of each sample, if its sides are filled up to one length."""
+        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
 
 
 class Reward(PairRows):
@@ -70,6 +86,7 @@ class Reward(PairRows):
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
+    padded = RewardPairs
     kinds = tuple((*kind, "margin") for kind in PairRows.kinds)
 
     def __init__(
@@ -104,13 +121,7 @@ class Reward(PairRows):
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         return tokenizer
 
-    def _samples(self, pairs: Ragged, content: Any, split: str) -> "RewardPairs":
-        try:
-            return RewardPairs(pairs, self.length, content)
-        except ValueError as error:
-            raise ValueError(f"{split}: {error}") from error
-
-    def samples_of(self, data: str, *, labelled: bool) -> "RewardPairs":
+    def samples_of(self, data: str, *, labelled: bool) -> RewardPairs:
         pairs, content = self._new_rows(data, labelled=labelled)
         samples = RewardPairs(pairs, self.length, content)
         long = int((samples.documents.lengths > self.length).sum())
@@ -252,28 +263,6 @@ class Reward(PairRows):
             return {"reward": outputs["chosen_reward"].tolist()}
         names = ("chosen_reward", "rejected_reward", "reward_margin")
         return {name: outputs[name].tolist() for name in names}
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.save_tokenizer(folder)
-
-
-class RewardPairs(PaddedPairs):
-    """Pairs with their margins. The rejected side of a single answer is empty."""
-
-    warning = ""
-
-    def __getitem__(self, index: int) -> Any:
-        return (*super().__getitem__(index), float(self.margins[index]))
-
-    @property
-    def limit(self) -> str:
-        return f"{self.length:,} tokens"
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample, if its sides are filled up to one length."""
-        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
 
 
 class RewardSums(PairSums):

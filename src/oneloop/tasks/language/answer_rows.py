@@ -70,6 +70,7 @@ class AnswerRows(LanguageModel):
         "split_by": "data!=lessons",
     }
     rows_are = "texts"
+    lessons: Any = SyntheticChats  # class of the packaged rows
     head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
     kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
@@ -141,8 +142,10 @@ class AnswerRows(LanguageModel):
 
     def _packaged(self) -> Source:
         """Return the packaged data set ``lessons``."""
-        columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-        parts = {split: SyntheticChats(split) for split in LESSONS}
+        parts = {split: self.lessons(split) for split in LESSONS}
+        columns = dict.fromkeys(self.columns, "")
+        for name in parts["train"][0]:
+            columns[name] = name
         return Source("lessons", columns, parts=parts)
 
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:

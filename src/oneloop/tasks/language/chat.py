@@ -152,10 +152,8 @@ class Chat:
         check_written(text, messages, tools, self.render)
         if not self.marked:
             spans = self._prefix_ranges(text, messages, tools, {*range(given), *untrained})
-        elif given:
-            spans = self._after_prompt(text, spans, messages, tools, given)
-        if self.marked and untrained:
-            spans = _without_turns(spans, messages, given, untrained)
+        elif given or untrained:
+            spans = self._trained_ranges(text, spans, messages, tools, given, untrained)
 
         # Mark their tokens; a token that spans a border counts as inside.
         tokens, offsets = with_offsets(self.tokenizer, text, add_special_tokens=False)
@@ -252,29 +250,39 @@ class Chat:
             spans.append((len(before), len(through)))
         return spans
 
-    def _after_prompt(
+    def _trained_ranges(
         self,
         text: str,
         spans: list[tuple[int, int]],
         messages: Sequence[Any],
         tools: Any,
         given: int,
+        untrained: Collection[int],
     ) -> list[tuple[int, int]]:
-        """Return the marked ranges after a prompt of ``given`` messages.
+        """Return the marked ranges after a prompt of ``given`` messages that are trained.
 
-        Raise ValueError if there are too few.
+        Raise ValueError if there are too few, or not one for each answer if some are not trained.
         """
         # The prompt ends where its text and that of the conversation differ.
-        prompt = self.render(messages[:given], tools)
+        prompt = self.render(messages[:given], tools) if given else ""
         begin = len(commonprefix([text, prompt]))  # noqa: RUF071 by characters
         kept = [span for span in spans if span[0] >= begin]
 
         # Each turn of the assistant must have a mark, in the prompt and after it.
-        turns = [message["role"] == "assistant" for message in messages]
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [index for index in turns if index >= given]
         left = len(spans) - len(kept)
-        if left < sum(turns[:given]) or len(kept) < sum(turns[given:]):
+        if given and (left < len(turns) - len(answers) or len(kept) < len(answers)):
             raise ValueError(f"the chat template does not mark the end of the prompt; {_HINT}")
-        return kept
+        if not untrained:
+            return kept
+        if len(kept) != len(answers):
+            raise ValueError(
+                f"the chat template marks {len(kept)} ranges for {len(answers)} answers, so "
+                f"message {min(untrained)} cannot be left out; {_HINT}"
+            )
+        pairs = zip(kept, answers, strict=True)
+        return [span for span, index in pairs if index not in untrained]
 
     def _check_marks(self) -> None:
         """Raise ValueError if the template's tags are not around the answers."""
@@ -329,27 +337,6 @@ class Chat:
             )
         # With tags the template decides whether the line break after the end token is trained.
         return last if self.marked else end
-
-
-def _without_turns(
-    spans: list[tuple[int, int]],
-    messages: Sequence[Any],
-    given: int,
-    untrained: Collection[int],
-) -> list[tuple[int, int]]:
-    """Return the marked ranges of the answers that are trained.
-
-    Raise ValueError if there is not one range for each answer.
-    """
-    numbers = range(given, len(messages))
-    answers = [index for index in numbers if messages[index]["role"] == "assistant"]
-    if len(spans) != len(answers):
-        raise ValueError(
-            f"the chat template marks {len(spans)} ranges for {len(answers)} answers, so message "
-            f"{min(untrained)} cannot be left out; {_HINT}"
-        )
-    pairs = zip(spans, answers, strict=True)
-    return [span for span, index in pairs if index not in untrained]
 
 
 def template_of(file: str) -> str:

@@ -238,8 +238,11 @@ def _message(given: Any, number: int) -> dict[str, Any]:
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
-    if "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"], number)
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
+        )
     if role == "assistant" and not any(message.get(key) for key in ANSWERS):
         raise ValueError(
             f"message {number}: the assistant's answer is empty; fill it, or remove the row"
@@ -265,15 +268,6 @@ def _text(content: Any, number: int) -> str:
             )
         texts.append(text)
     return "".join(texts)
-
-
-def _calls(calls: Any, number: int) -> list[Any]:
-    """Return tool calls. Raise ValueError if they are not a list of objects."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(
-            f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
-        )
-    return calls
 
 
 def _tools(value: Any) -> list[Any] | None:

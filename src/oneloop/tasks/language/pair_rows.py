@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +13,8 @@ from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
-from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source
 
 
 class PairRows(AnswerRows):
@@ -31,6 +30,8 @@ class PairRows(AnswerRows):
 
     unit = "samples"
     rows_are = "pairs"
+    lessons = PairedChats
+    padded = PaddedPairs  # class of samples that are not packed
     head_numbers = HEAD
     kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
 
@@ -64,10 +65,9 @@ class PairRows(AnswerRows):
         self.notes = self._data_notes
 
     def _samples(self, pairs: Ragged, content: Any, split: str) -> Pairs:
+        kind = PackedPairs if self.packed and split == "train" else self.padded
         try:
-            if self.packed and split == "train":
-                return PackedPairs(pairs, self.length, content)
-            return PaddedPairs(pairs, self.length, content)
+            return kind(pairs, self.length, content)
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
 
@@ -77,12 +77,6 @@ class PairRows(AnswerRows):
         made = PaddedPairs(pairs, self.length, content)
         self.pairs["data"] = made
         return made
-
-    def _packaged(self) -> Source:
-        columns = dict.fromkeys(self.columns, "")
-        columns |= {key: key for key in ("prompt", *SIDES)}
-        parts = {split: PairedChats(split) for split in LESSONS}
-        return Source("lessons", columns, parts=parts)
 
     def _encode(self, *, labelled: bool) -> Encode:
         assert self.overlong != "split"
@@ -134,6 +128,10 @@ class PairRows(AnswerRows):
         if "padding" in batch:
             means["padding"] = batch["padding"]
         return means
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.save_model(model, folder)
+        self.save_tokenizer(folder)
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return the texts of a pair, and whether the chosen answer has the larger reward."""

@@ -73,13 +73,13 @@ def encoded_pair(
         sides = with_one_border(tokenizer, prompt, sides)
 
     # Drop a pair that is too long, or cut the ends of its answers.
-    long = [len(tokens) > length + 1 for tokens in sides]
-    if any(long) and overlong == "drop":
+    long = max(map(len, sides)) > length + 1
+    if long and overlong == "drop":
         return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]
     _check_cut(sides, cut, length)
     margin = np.array([_margin(row, columns)], np.float32)
-    size = ~len(cut[0]) if any(long) else len(cut[0])
+    size = ~len(cut[0]) if long else len(cut[0])
     head = np.array([size, *margin.view(np.int32)], np.int32)
     return np.concatenate([head, *cut])
 
@@ -217,7 +217,7 @@ def _common_messages(
             break
         same += 1
     ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
-    if not ends["chosen"] and not ends["rejected"]:
+    if chosen == rejected:
         raise ValueError(_EQUAL)
     for side, messages in ends.items():
         if not messages:

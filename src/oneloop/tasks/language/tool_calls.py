@@ -60,7 +60,13 @@ class CallForm:
         if self.as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
         else:
-            arguments = _parsed_object(arguments)
+            # Parse a JSON object; other texts stay.
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return call
+            if not isinstance(arguments, dict):
+                return call
         return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -82,12 +88,3 @@ def call_form(render: Callable[[Sequence[Any]], str]) -> CallForm:
         if '"probed"' in text:
             return form
     return CallForm()
-
-
-def _parsed_object(text: str) -> Any:
-    """Return arguments parsed as a JSON object, or unchanged if they are not one."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
