@@ -142,8 +142,7 @@ class Reward(PairRows):
         if not labelled:
             return _pair_or_answer
         # A pair is cut to ``length`` tokens and a last one, which here is an input, too.
-        assert self.overlong != "split"
-        return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
+        return partial(super()._encode(labelled=True), length=self.length - 1)
 
     def _encode_key(self) -> Sequence[Any]:
         return ["reward, one border, with cut", self.length, self.overlong]

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.conversations import (
@@ -73,6 +75,7 @@ class AnswerRows(LanguageModel):
     lessons: Any = SyntheticChats  # class of the packaged rows
     head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
+    _ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
     kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
     """keys of each kind of rows, the first choice first"""
 
@@ -140,14 +143,6 @@ class AnswerRows(LanguageModel):
             self._data_notes.append(f"the chat template does not write {'; '.join(counts)}")
         return texts
 
-    def _packaged(self) -> Source:
-        """Return the packaged data set ``lessons``."""
-        parts = {split: self.lessons(split) for split in LESSONS}
-        columns = dict.fromkeys(self.columns, "")
-        for name in parts["train"][0]:
-            columns[name] = name
-        return Source("lessons", columns, parts=parts)
-
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
         """Return the columns that a source may have, the most complete choice first."""
         prompts = [] if labelled else [("prompt",)]
@@ -170,7 +165,9 @@ class AnswerRows(LanguageModel):
     ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "lessons":
-            return [self._packaged()]
+            parts = {split: self.lessons(split) for split in LESSONS}
+            names = {name: name for name in parts["train"][0]}
+            return [Source(data, dict.fromkeys(self.columns, "") | names, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
         named = named_sources(
@@ -200,7 +197,7 @@ class AnswerRows(LanguageModel):
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
-        columns: Mapping[str, Any] = source.columns
+        columns = source.columns
         chat = self._chat_of(rows, columns)
 
         # The cache key names all that the tokens of a row depend on.
@@ -246,8 +243,9 @@ class AnswerRows(LanguageModel):
         source = first_columns(Source(data, self.columns), self._choices(labelled=labelled), open_)
         return self._encoded(source, source.parts["all"], labelled=labelled)
 
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, with the chat template of the run."""
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the model, and the tokenizer with the chat template of the run."""
+        self.save_model(model, folder, ends=self._ends)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)

@@ -8,6 +8,7 @@ follows, which is checked in each conversation.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -84,16 +85,23 @@ class Chat:
         self.note = (
             "the assistant's tokens are found by comparing prefixes of the rendered template"
         )
-        if self._keeps_prefixes():
+        with suppress(ValueError):
+            self._prefix_ranges(self.render(_PROBE), _PROBE, None)
             return
 
         # If it does not, TRL may have a version of it with tags.
-        trl_template = _trl_template(tokenizer, template)
-        if trl_template:
-            self.template = trl_template
-            self.note = (
-                "the chat template changes a turn when more follows: TRL's is used to train with"
-            )
+        if template is not None or not find_spec("trl"):
+            return
+        from trl.chat_template_utils import get_training_chat_template
+
+        with suppress(ValueError):  # TRL has no template for it
+            trl_template = get_training_chat_template(tokenizer)
+            if trl_template:
+                self.template = trl_template
+                self.note = (
+                    "the chat template changes a turn when more follows: TRL's is used to train "
+                    "with"
+                )
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -297,14 +305,6 @@ class Chat:
                     "outside; a tag inside {% set %} gets wrong offsets); move them"
                 )
 
-    def _keeps_prefixes(self) -> bool:
-        """Return whether the template renders the beginning the same, whatever follows."""
-        try:
-            self._prefix_ranges(self.render(_PROBE), _PROBE, None)
-        except ValueError:
-            return False
-        return True
-
     def _end_of_turn(self, tokens: Sequence[int], first: int, last: int) -> int:
         """Return the end of a turn's tokens: after its end token, before a line break.
 
@@ -355,16 +355,3 @@ def template_of(file: str) -> str:
     except jinja2.TemplateError as error:
         raise ValueError(f"task.chat_template {file!r} is not a Jinja template: {error}") from error
     return text
-
-
-def _trl_template(tokenizer: Any, template: str | None) -> str | None:
-    """Return TRL's training template for the tokenizer's template; None if there is none."""
-    if template is not None or not find_spec("trl"):
-        return None
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        training_template: str | None = get_training_chat_template(tokenizer)
-    except ValueError:  # TRL has no template for it
-        return None
-    return training_template

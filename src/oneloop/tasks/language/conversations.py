@@ -258,15 +258,13 @@ def _text(content: Any, number: int) -> str:
         raise ValueError(f"message {number}: its content is {brief(content)}; text is needed")
     texts = []
     for part in content:
-        text = None
-        if isinstance(part, Mapping) and part.get("type") == "text":
-            text = part.get("text")
-        if not isinstance(text, str):
+        is_text_part = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text_part or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"message {number} holds more than text ({brief(part)}); this task supports "
                 "only text"
             )
-        texts.append(text)
+        texts.append(part["text"])
     return "".join(texts)
 
 

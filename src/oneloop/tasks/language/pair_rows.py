@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,10 +127,6 @@ class PairRows(AnswerRows):
         if "padding" in batch:
             means["padding"] = batch["padding"]
         return means
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.save_tokenizer(folder)
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return the texts of a pair, and whether the chosen answer has the larger reward."""

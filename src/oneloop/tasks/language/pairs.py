@@ -125,15 +125,23 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
 
     Raise ValueError if one is missing, or if they have several forms or prompts.
     """
-    # Both answers must be there, in one form.
+    # Both answers must be there.
     answers = {side: row[columns[side]] for side in SIDES}
     for side, answer in answers.items():
         if is_missing(answer):
             raise ValueError(f"it has no {side} answer; fill {columns[side]!r}, or remove the row")
+
+    # Answers and prompt are texts or messages.
+    prompt = entry(row, columns, "prompt")
     lists = {}
-    for side, answer in answers.items():
-        if not is_text(answer):
-            lists[side] = _messages(side, answer)
+    for name, value in {"prompt": prompt, **answers}.items():
+        if is_missing(value) or is_text(value):
+            continue
+        try:
+            lists[name] = conversation(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    given = lists.pop("prompt", None)
     if len(lists) == 1:
         raise ValueError(
             "one of the answers is a text, and the other messages; both must be texts, or both "
@@ -141,10 +149,6 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         )
 
     # Texts have a prompt, or begin equally.
-    prompt = entry(row, columns, "prompt")
-    given = None
-    if not is_missing(prompt) and not is_text(prompt):
-        given = _messages("prompt", prompt)
     if not lists:
         if given:
             raise ValueError("the prompt is messages, and the answers are texts; use one form")
@@ -169,14 +173,6 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
             "ignore the column: task.prompt ''"
         )
     return before, ends
-
-
-def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a value. The name is for errors."""
-    try:
-        return conversation(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
@@ -225,26 +221,23 @@ def _common_messages(
                 f"{side}: it is only the beginning of the other conversation, so its answer is "
                 "empty; fill it, or remove the row"
             )
-    _check_answers(same, ends["chosen"][0], ends["rejected"][0])
+
+    # They differ first in what the assistant answers.
+    differing = {}
+    for key in {**chosen[same], **rejected[same]}:
+        values = chosen[same].get(key), rejected[same].get(key)
+        if values[0] != values[1]:
+            differing[key] = f"{key} ({' and '.join(map(brief, values))})"
+    role = chosen[same]["role"]
+    if {role, rejected[same]["role"]} != {"assistant"} or differing.keys().isdisjoint(ANSWERS):
+        raise ValueError(
+            f"the prompts of the pair differ: message {same} from {role} differs in "
+            f"{', '.join(differing.values())}; both sides need one prompt, and may differ first in "
+            "what the assistant answers"
+        )
     if not same:
         raise ValueError(
             "the conversations begin with the answers; give their prompt in the column "
             "task.prompt, or as the first message of both"
         )
     return [*chosen[:same]], ends
-
-
-def _check_answers(number: int, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
-    """Raise ValueError if the first messages that differ are not answers with other contents."""
-    apart = {}
-    for key in {**chosen, **rejected}:
-        values = chosen.get(key), rejected.get(key)
-        if values[0] != values[1]:
-            apart[key] = f"{key} ({' and '.join(map(brief, values))})"
-    if chosen["role"] == rejected["role"] == "assistant" and not apart.keys().isdisjoint(ANSWERS):
-        return
-    raise ValueError(
-        f"the prompts of the pair differ: message {number} from {chosen['role']} differs in "
-        f"{', '.join(apart.values())}; both sides need one prompt, and may differ first in what "
-        "the assistant answers"
-    )

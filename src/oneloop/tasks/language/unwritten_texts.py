@@ -92,9 +92,8 @@ def _parts(messages: Sequence[Any], tools: Sequence[Any] | None, text: str) -> I
     for number in range(len(tools or ())):
         yield from _named(tools, number, number, "the tools")
     for number, message in enumerate(messages):
-        role = message["role"]
         for key, value in message.items():
-            subject = f"{key} of {role} messages"
+            subject = f"{key} of {message['role']} messages"
             if key == "tool_calls":
                 for index in range(len(value)):
                     yield from _named(value, index, number, subject)
@@ -105,21 +104,20 @@ def _parts(messages: Sequence[Any], tools: Sequence[Any] | None, text: str) -> I
             thoughts = key in _THOUGHTS
             if thoughts and message is not messages[-1]:
                 continue
-            repeated = thoughts or (role, key) == ("tool", "name")
+            repeated = thoughts or subject == "name of tool messages"
             if not (repeated and value.strip() in text):
-                needed = (role, key) == ("tool", "content")
+                needed = subject == "content of tool messages"
                 yield _Part(message, key, value, number, subject, needed)
 
 
 def _named(holder: Any, key: Any, number: int, subject: str) -> Iterator[_Part]:
     """Yield name and arguments of a tool or a call; the whole, if it has no name."""
-    if isinstance(holder[key], Mapping) and isinstance(holder[key].get("function"), Mapping):
-        holder = holder[key]
-        key = "function"
-    value = holder[key]
-    if not isinstance(value, Mapping) or not value.get("name"):
-        yield _Part(holder, key, value, number, subject)
+    named = holder[key]
+    if isinstance(named, Mapping):
+        named = named.get("function") or named
+    if not isinstance(named, Mapping) or not named.get("name"):
+        yield _Part(holder, key, holder[key], number, subject)
         return
     for part in ("name", "arguments"):
-        if value.get(part):
-            yield _Part(value, part, value[part], number, subject)
+        if named.get(part):
+            yield _Part(named, part, named[part], number, subject)
