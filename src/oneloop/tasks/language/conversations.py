@@ -177,13 +177,13 @@ def column_choices(
 
 
 def holds_texts(rows: Any, column: str) -> bool:
-    """Whether the first text or messages of a column is a text."""
+    """Whether the first text or messages of a column is a text; if it has neither, other values."""
     others = False
     for index in range(len(rows)):
         value = rows[index][column]
         if value and (isinstance(value, str) or has_messages(value)):
             return is_text(value)
-        others = others or bool(value)
+        others = others or value is not None
     return others
 
 

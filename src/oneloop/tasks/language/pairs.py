@@ -134,7 +134,7 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
     # Answers and prompt are texts or messages.
     prompt = entry(row, columns, "prompt")
     lists = {}
-    for name, value in {"prompt": prompt, **answers}.items():
+    for name, value in {**answers, "prompt": prompt}.items():
         if is_missing(value) or is_text(value):
             continue
         try:
