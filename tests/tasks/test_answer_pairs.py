@@ -15,6 +15,7 @@ import border_pairs
 from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.conversations import column_choices
 from oneloop.tasks.language.pair_samples import (
     RECORD,
     Documents,
@@ -24,9 +25,10 @@ from oneloop.tasks.language.pair_samples import (
     collated_pairs,
     pair_mask,
 )
-from oneloop.tasks.language.pairs import encoded_pair, pair_choices
+from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.language.sequences import IGNORE, token_ids
 from oneloop.tasks.preference import Preference
+from oneloop.tasks.reward import Reward
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 pytestmark = pytest.mark.covers(
@@ -396,12 +398,15 @@ def test_a_margin_must_be_a_number(value):
 
 def test_columns_are_chosen_with_a_prompt_if_there_is_one():
     names = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": "t", "system": "s"}
-    found = [{key for key, name in one.items() if name} for one in pair_choices(names)]
+    chosen = column_choices(names, Preference.kinds)
+    found = [{key for key, name in one.items() if name} for one in chosen]
     assert found[0] == set(names) and found[-1] == {"chosen", "rejected"}
     assert len(found) == 8 and found[3] == {"prompt", "chosen", "rejected"}
-    without = pair_choices({**names, "prompt": "", "tools": "", "system": ""})
-    assert without == [{**names, "prompt": "", "tools": "", "system": ""}]
-    assert all(one["margin"] == "m" for one in pair_choices({**names, "margin": "m"}))
+    plain = {**names, "prompt": "", "tools": "", "system": ""}
+    without = column_choices(plain, Preference.kinds)
+    assert without == [plain]
+    of_rewards = column_choices({**names, "margin": "m"}, Reward.kinds)
+    assert len(of_rewards) == 8 and all(one["margin"] == "m" for one in of_rewards)
 
 
 # --- samples

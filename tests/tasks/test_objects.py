@@ -15,10 +15,10 @@ from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
 from pyarrow import parquet
 
-from chats import tokenizer_of
+from chats import tokenizer_of, turns
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import whole_text
-from oneloop.tasks.language.conversations import conversation, encoded
+from oneloop.tasks.language.conversations import conversation, encoded, holds_texts
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.rows.arrow_tables import down_to
 from oneloop.tasks.rows.objects import Written
@@ -361,3 +361,18 @@ def test_nulls_of_json_stay_and_those_of_a_table_go():
     )
     assert conversation([written_])[0]["more"] == {"a": None}
     assert conversation([dict(written_) | {"more": {"a": None}}])[0]["more"] == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([None, "", "a", turns("a")], True),
+        ([None, {"a": 1}, turns("a"), "a"], False),
+        ([None, ""], True),
+        ([None, {"a": 1}], True),
+        ([None, None], False),
+    ],
+)
+def test_the_first_text_or_messages_of_a_column_decides(values, expected):
+    """Empty texts need no chat template: a begin token may stand before their completions."""
+    assert holds_texts([{"column": value} for value in values], "column") is expected

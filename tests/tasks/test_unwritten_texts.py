@@ -11,7 +11,7 @@ import pytest
 from chats import CHATML, FAMILIES, a_model, of_trl, tokenizer_with, turns, written
 from oneloop.tasks.distil import Distil
 from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.conversations import conversation, encoded_prompt
+from oneloop.tasks.language.conversations import conversation, encoded
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.reward import Reward
 from oneloop.tasks.rows.cached_arrays import _make_shard, ragged
@@ -365,7 +365,7 @@ def test_predict_rejects_a_prompt_whose_result_is_not_written():
     tokenizer = tokenizer_with(CHATML, NO_TOOL)
     columns = {"messages": "m", "prompt": "", "completion": "", "tools": "", "system": ""}
     with pytest.raises(ValueError, match="content of tool messages .number 2"):
-        encoded_prompt({"m": with_tool()[:3]}, columns, tokenizer, Chat(tokenizer))
+        encoded({"m": with_tool()[:3]}, columns, tokenizer, Chat(tokenizer), labelled=False)
 
 
 def test_tools_beside_a_prompt_that_is_a_text_are_rejected(tmp_path):
@@ -408,5 +408,5 @@ def test_prompts_that_end_with_a_call_or_before_another_question_are_trained(tmp
     # The last message of data to predict may be the answer.
     tokenizer = tokenizer_with(CHATML, WHOLE)
     columns = {"messages": "", "prompt": "m", "completion": "", "tools": "", "system": ""}
-    tokens = encoded_prompt({"m": BEGUN}, columns, tokenizer, Chat(tokenizer))
+    tokens = encoded({"m": BEGUN}, columns, tokenizer, Chat(tokenizer), labelled=False)
     assert tokenizer.decode(tokens[tokens >= 0]) == "Sure,<|im_end|>"

@@ -1,18 +1,14 @@
 """Distillation: a student learns from a teacher's stored distributions over the next tokens."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.frozen.outputs import FrozenModel
-from oneloop.tasks.language.completions import whole_text
-from oneloop.tasks.language.conversations import encoded, encoded_prompt, first_value
 from oneloop.tasks.language.distil_sums import DistilSums
 from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
@@ -169,14 +165,6 @@ class Distil(SFT):
         texts = dict.fromkeys(self.columns, "") | {"text": self.columns["text"]}
         return [*super()._choices(labelled=labelled), texts]
 
-    def _encode(self, *, labelled: bool) -> Callable[..., Any]:
-        return partial(_text_or, encoded if labelled else encoded_prompt)
-
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        if columns["text"]:
-            return first_value(rows, columns["text"])
-        return super()._first_prompt(rows, columns)
-
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
         samples = super().samples_of(data, labelled=labelled)
         if labelled:
@@ -250,16 +238,3 @@ class Distil(SFT):
             of_targets = row[target != IGNORE][:, : self.entries]
             found.append(records(of_targets, self._record, temperature=self.temperature))
         return found
-
-
-def _text_or(
-    encoding: Callable[..., NDArray[np.int32]],
-    row: Any,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    **more: Any,
-) -> NDArray[np.int32]:
-    """Return the tokens of a row: of its whole text, or of its conversation by ``encoding``."""
-    if columns["text"]:
-        return whole_text(tokenizer, row[columns["text"]])
-    return encoding(row, columns, tokenizer, **more)

@@ -1,7 +1,6 @@
 """Preferences: a language model learns from pairs of a chosen and a rejected answer."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -202,10 +201,6 @@ class Preference(PairRows):
     ) -> dict[str, list[Any]]:
         """Return the loss and the metrics of each pair."""
         return {name: outputs[name].tolist() for name in ("loss", *self.metrics().names)}
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.save_tokenizer(folder)
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch of documents, in which each token with a next one has a target."""

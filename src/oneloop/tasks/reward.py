@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.language.answer_rows import Encode
+from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.conversations import column_choices, encoded, first_value
+from oneloop.tasks.language.conversations import column_choices, encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
 from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.pairs import encoded_pair, pair_choices
+from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.model_limits import config_of, padding_token
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
 
 METRICS = {
@@ -40,6 +38,24 @@ _SQUARE = "square"
 _SINGLE = {"messages": "messages", "completion": "completion"}
 """columns of rows with one answer, which ``oneloop predict`` reads besides pairs"""
 _ANY_LENGTH = 1 << 30  # tokens
+
+
+class RewardPairs(PaddedPairs):
+    """Pairs with their margins. The rejected side of a single answer is empty."""
+
+    warning = ""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), float(self.margins[index]))
+
+    @property
+    def limit(self) -> str:
+        return f"{self.length:,} tokens"
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of input tokens of each sample, if its sides are filled up to one length."""
+        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
 
 
 class Reward(PairRows):
@@ -70,6 +86,8 @@ class Reward(PairRows):
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
+    padded = RewardPairs
+    kinds = tuple((*kind, "margin") for kind in PairRows.kinds)
 
     def __init__(
         self,
@@ -103,13 +121,7 @@ class Reward(PairRows):
         tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
         return tokenizer
 
-    def _samples(self, pairs: Ragged, content: Any, split: str) -> "RewardPairs":
-        try:
-            return RewardPairs(pairs, self.length, content)
-        except ValueError as error:
-            raise ValueError(f"{split}: {error}") from error
-
-    def samples_of(self, data: str, *, labelled: bool) -> "RewardPairs":
+    def samples_of(self, data: str, *, labelled: bool) -> RewardPairs:
         pairs, content = self._new_rows(data, labelled=labelled)
         samples = RewardPairs(pairs, self.length, content)
         long = int((samples.documents.lengths > self.length).sum())
@@ -122,25 +134,18 @@ class Reward(PairRows):
 
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
         if labelled:
-            return pair_choices(self.columns)
+            return super()._choices(labelled=True)
         # A row to predict is a pair, or has one answer.
-        pairs = pair_choices({**self.columns, **dict.fromkeys(("margin", *_SINGLE), "")})
-        return [*pairs, *column_choices({**self.columns, **_SINGLE})]
+        return column_choices({**self.columns, **_SINGLE}, [*PairRows.kinds, *AnswerRows.kinds])
 
     def _encode(self, *, labelled: bool) -> Encode:
         if not labelled:
             return _pair_or_answer
         # A pair is cut to ``length`` tokens and a last one, which here is an input, too.
-        assert self.overlong != "split"
-        return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
+        return partial(super()._encode(labelled=True), length=self.length - 1)
 
     def _encode_key(self) -> Sequence[Any]:
         return ["reward, one border, with cut", self.length, self.overlong]
-
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        if columns.get("messages"):
-            return None
-        return first_value(rows, columns["chosen"] or columns["completion"])
 
     def bare_model(self) -> nn.Module:
         """Build or load a model with one output, which knows the padding."""
@@ -257,28 +262,6 @@ class Reward(PairRows):
             return {"reward": outputs["chosen_reward"].tolist()}
         names = ("chosen_reward", "rejected_reward", "reward_margin")
         return {name: outputs[name].tolist() for name in names}
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.save_tokenizer(folder)
-
-
-class RewardPairs(PaddedPairs):
-    """Pairs with their margins. The rejected side of a single answer is empty."""
-
-    warning = ""
-
-    def __getitem__(self, index: int) -> Any:
-        return (*super().__getitem__(index), float(self.margins[index]))
-
-    @property
-    def limit(self) -> str:
-        return f"{self.length:,} tokens"
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample, if its sides are filled up to one length."""
-        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
 
 
 class RewardSums(PairSums):

@@ -1,7 +1,6 @@
 """Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -131,10 +130,6 @@ class SFT(AnswerRows):
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         return super().show(apart(sample)[0], outputs)
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder, ends=self._ends)
-        self.save_tokenizer(folder)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the greedy answer to the tokens before each sample's first target.

@@ -5,15 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.conversations import (
     check_system,
     column_choices,
     encoded,
-    encoded_prompt,
-    first_value,
-    has_messages,
+    holds_texts,
 )
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import SCRATCH, Architecture
@@ -72,8 +72,12 @@ class AnswerRows(LanguageModel):
         "split_by": "data!=lessons",
     }
     rows_are = "texts"
+    lessons: Any = SyntheticChats  # class of the packaged rows
     head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
+    _ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
+    kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
+    """keys of each kind of rows, the first choice first"""
 
     def __init__(
         self,
@@ -139,19 +143,14 @@ class AnswerRows(LanguageModel):
             self._data_notes.append(f"the chat template does not write {'; '.join(counts)}")
         return texts
 
-    def _packaged(self) -> Source:
-        """Return the packaged data set ``lessons``."""
-        columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-        parts = {split: SyntheticChats(split) for split in LESSONS}
-        return Source("lessons", columns, parts=parts)
-
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
         """Return the columns that a source may have, the most complete choice first."""
-        return column_choices(self.columns, labelled=labelled)
+        prompts = [] if labelled else [("prompt",)]
+        return column_choices(self.columns, [*self.kinds, *prompts])
 
     def _encode(self, *, labelled: bool) -> Encode:
         """Return the function that makes tokens of a row."""
-        return encoded if labelled else encoded_prompt
+        return partial(encoded, labelled=labelled)
 
     def _encode_key(self) -> Sequence[Any]:
         """Return what this function depends on besides the rows: a part of the cache key."""
@@ -166,7 +165,9 @@ class AnswerRows(LanguageModel):
     ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "lessons":
-            return [self._packaged()]
+            parts = {split: self.lessons(split) for split in LESSONS}
+            names = {name: name for name in parts["train"][0]}
+            return [Source(data, dict.fromkeys(self.columns, "") | names, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
         named = named_sources(
@@ -177,9 +178,11 @@ class AnswerRows(LanguageModel):
             sources.append(first_columns(source, self._choices(labelled=True), open_))
         return sources
 
-    def _chat_of(self, first_prompt: Any) -> Chat | None:
-        """Return the chat template, if the first prompt of a source is messages, or None."""
-        if first_prompt is not None and not has_messages(first_prompt):
+    def _chat_of(self, rows: Any, columns: Mapping[str, str]) -> Chat | None:
+        """Return the chat template, or None if the first prompt or answer is a text."""
+        # A prompt that is a text may stand beside answers that are messages.
+        keys = [key for key in ("text", "chosen", "prompt") if columns.get(key)]
+        if not columns.get("messages") and holds_texts(rows, columns[keys[0]]):
             end_of(self.tokenizer)  # raises ValueError if there is none
             note = "prompts and completions are concatenated unchanged"
             if self.tokenizer.chat_template:
@@ -192,16 +195,10 @@ class AnswerRows(LanguageModel):
             self._data_notes.append(self._chat.note)
         return self._chat
 
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        """Return a value of the first row that shows whether the rows are conversations."""
-        if columns["messages"]:
-            return None
-        return first_value(rows, columns["prompt"])
-
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
-        columns: Mapping[str, Any] = source.columns
-        chat = self._chat_of(self._first_prompt(rows, columns))
+        columns = source.columns
+        chat = self._chat_of(rows, columns)
 
         # The cache key names all that the tokens of a row depend on.
         named = {key: name for key, name in columns.items() if name or key != "system"}
@@ -246,8 +243,9 @@ class AnswerRows(LanguageModel):
         source = first_columns(Source(data, self.columns), self._choices(labelled=labelled), open_)
         return self._encoded(source, source.parts["all"], labelled=labelled)
 
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, with the chat template of the run."""
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the model, and the tokenizer with the chat template of the run."""
+        self.save_model(model, folder, ends=self._ends)
         if self._template is not None:
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)

@@ -8,6 +8,7 @@ follows, which is checked in each conversation.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from importlib.util import find_spec
@@ -71,9 +72,8 @@ class Chat:
 
         # Collect the special tokens; some tokenizers list them only as added tokens.
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-        for number, token in tokenizer.added_tokens_decoder.items():
-            if token.special:
-                self.special.add(number)
+        added = tokenizer.added_tokens_decoder.items()
+        self.special |= {number for number, token in added if token.special}
 
         # Tags say exactly which tokens are the assistant's.
         if self.marked:
@@ -85,21 +85,28 @@ class Chat:
         self.note = (
             "the assistant's tokens are found by comparing prefixes of the rendered template"
         )
-        if self._keeps_prefixes():
+        with suppress(ValueError):
+            self._prefix_ranges(self.render(_PROBE), _PROBE, None)
             return
 
         # If it does not, TRL may have a version of it with tags.
-        trl_template = _trl_template(tokenizer, template)
-        if trl_template:
-            self.template = trl_template
-            self.note = (
-                "the chat template changes a turn when more follows: TRL's is used to train with"
-            )
+        if template is not None or not find_spec("trl"):
+            return
+        from trl.chat_template_utils import get_training_chat_template
+
+        with suppress(ValueError):  # TRL has no template for it
+            trl_template = get_training_chat_template(tokenizer)
+            if trl_template:
+                self.template = trl_template
+                self.note = (
+                    "the chat template changes a turn when more follows: TRL's is used to train "
+                    "with"
+                )
 
     @cached_property
     def call_form(self) -> CallForm:
         """The form in which the template needs tool calls."""
-        return call_form(lambda messages: self._rendered(messages, None, convert=False)[0])
+        return call_form(self.render)
 
     @property
     def marked(self) -> bool:
@@ -110,7 +117,8 @@ class Chat:
         """Return a conversation as text.
 
         Args:
-            messages: messages with role and content, in transformers' format.
+            messages: messages with role and content, in transformers' format, with tool calls in
+                the template's form.
             tools: JSON schemas for the template.
             prompt: add the start of the assistant's next turn.
         """
@@ -118,9 +126,10 @@ class Chat:
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Return the tokens of a conversation that the assistant should answer."""
-        text = self.render(messages, tools, prompt=True)
+        messages = self.call_form.converted(messages)
         render = partial(self.render, prompt=True)
-        check_written(text, self.call_form.converted(messages), tools, render)
+        text = render(messages, tools)
+        check_written(text, messages, tools, render)
         return with_offsets(self.tokenizer, text, add_special_tokens=False)[0]
 
     def encode(
@@ -146,14 +155,13 @@ class Chat:
                 a special token.
         """
         # Find the character ranges that are trained.
+        messages = self.call_form.converted(messages)
         text, spans = self._rendered(messages, tools, marks=self.marked)
-        check_written(text, self.call_form.converted(messages), tools, self.render)
+        check_written(text, messages, tools, self.render)
         if not self.marked:
-            spans = self._prefix_ranges(text, messages, tools, given, untrained)
-        elif given:
-            spans = self._after_prompt(text, spans, messages, tools, given)
-        if self.marked and untrained:
-            spans = _without_turns(spans, messages, given, untrained)
+            spans = self._prefix_ranges(text, messages, tools, {*range(given), *untrained})
+        elif given or untrained:
+            spans = self._trained_ranges(text, spans, messages, tools, given, untrained)
 
         # Mark their tokens; a token that spans a border counts as inside.
         tokens, offsets = with_offsets(self.tokenizer, text, add_special_tokens=False)
@@ -175,20 +183,13 @@ class Chat:
         *,
         prompt: bool = False,
         marks: bool = False,
-        convert: bool = True,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges that the template's tags mark.
-
-        ``convert``: give tool calls the form that the template needs.
-        """
+        """Return the text, and the character ranges that the template's tags mark."""
         import jinja2
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,
             render_jinja_template,
         )
-
-        if convert and any("tool_calls" in message for message in messages):
-            messages = self.call_form.converted(messages)
 
         # Render; a template can raise anything.
         try:
@@ -224,17 +225,16 @@ class Chat:
         text: str,
         messages: Sequence[Any],
         tools: Any,
-        given: int,
         untrained: Collection[int] = (),
     ) -> list[tuple[int, int]]:
-        """Return the character ranges of the assistant's turns.
+        """Return the character ranges of the assistant's turns that are trained.
 
         A turn is what its message adds to the text of the messages before it. Raise ValueError if
         the template changes that text.
         """
         spans = []
         for index, message in enumerate(messages):
-            if index < given or index in untrained or message["role"] != "assistant":
+            if index in untrained or message["role"] != "assistant":
                 continue
             if not index:
                 raise ValueError(
@@ -247,48 +247,50 @@ class Chat:
             through = text
             if index < len(messages) - 1:
                 through = self.render(messages[: index + 1], tools)
-            if text.startswith(through) and through.startswith(before):
-                spans.append((len(before), len(through)))
-                continue
-            if find_spec("trl"):
+            if not text.startswith(through) or not through.startswith(before):
+                trl = "install trl for its training templates"
+                if find_spec("trl"):
+                    trl = "TRL has no training template for it"
                 raise ValueError(
                     f"cannot find the assistant's tokens of message {index}: the template renders "
-                    "earlier turns differently when more follow, and has no marks; TRL has no "
-                    f"training template for it; {_HINT}"
+                    f"earlier turns differently when more follow, and has no marks; {trl}; {_HINT}"
                 )
-            raise ValueError(
-                f"cannot find the assistant's tokens of message {index}: the template renders "
-                "earlier turns differently when more follow, and has no marks; install trl for "
-                f"its training templates; {_HINT}"
-            )
+            spans.append((len(before), len(through)))
         return spans
 
-    def _after_prompt(
+    def _trained_ranges(
         self,
         text: str,
         spans: list[tuple[int, int]],
         messages: Sequence[Any],
         tools: Any,
         given: int,
+        untrained: Collection[int],
     ) -> list[tuple[int, int]]:
-        """Return the marked ranges after a prompt of ``given`` messages.
+        """Return the marked ranges after a prompt of ``given`` messages that are trained.
 
-        Raise ValueError if there are too few.
+        Raise ValueError if there are too few, or not one for each answer if some are not trained.
         """
         # The prompt ends where its text and that of the conversation differ.
-        prompt = self.render(messages[:given], tools)
+        prompt = self.render(messages[:given], tools) if given else ""
         begin = len(commonprefix([text, prompt]))  # noqa: RUF071 by characters
-        kept = []
-        for start, stop in spans:
-            if start >= begin:
-                kept.append((start, stop))
+        kept = [span for span in spans if span[0] >= begin]
 
         # Each turn of the assistant must have a mark, in the prompt and after it.
-        turns = [message["role"] == "assistant" for message in messages]
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [index for index in turns if index >= given]
         left = len(spans) - len(kept)
-        if left < sum(turns[:given]) or len(kept) < sum(turns[given:]):
+        if given and (left < len(turns) - len(answers) or len(kept) < len(answers)):
             raise ValueError(f"the chat template does not mark the end of the prompt; {_HINT}")
-        return kept
+        if not untrained:
+            return kept
+        if len(kept) != len(answers):
+            raise ValueError(
+                f"the chat template marks {len(kept)} ranges for {len(answers)} answers, so "
+                f"message {min(untrained)} cannot be left out; {_HINT}"
+            )
+        pairs = zip(kept, answers, strict=True)
+        return [span for span, index in pairs if index not in untrained]
 
     def _check_marks(self) -> None:
         """Raise ValueError if the template's tags are not around the answers."""
@@ -302,14 +304,6 @@ class Chat:
                     f"the {{% generation %}} tags do not enclose the answers ({answer!r} is "
                     "outside; a tag inside {% set %} gets wrong offsets); move them"
                 )
-
-    def _keeps_prefixes(self) -> bool:
-        """Return whether the template renders the beginning the same, whatever follows."""
-        try:
-            self._prefix_ranges(self.render(_PROBE), _PROBE, None, 0)
-        except ValueError:
-            return False
-        return True
 
     def _end_of_turn(self, tokens: Sequence[int], first: int, last: int) -> int:
         """Return the end of a turn's tokens: after its end token, before a line break.
@@ -345,29 +339,6 @@ class Chat:
         return last if self.marked else end
 
 
-def _without_turns(
-    spans: list[tuple[int, int]],
-    messages: Sequence[Any],
-    given: int,
-    untrained: Collection[int],
-) -> list[tuple[int, int]]:
-    """Return the marked ranges of the answers that are trained.
-
-    Raise ValueError if there is not one range for each answer.
-    """
-    answers = []
-    for index, message in enumerate(messages):
-        if index >= given and message["role"] == "assistant":
-            answers.append(index)
-    if len(spans) != len(answers):
-        raise ValueError(
-            f"the chat template marks {len(spans)} ranges for {len(answers)} answers, so message "
-            f"{min(untrained)} cannot be left out; {_HINT}"
-        )
-    pairs = zip(spans, answers, strict=True)
-    return [span for span, index in pairs if index not in untrained]
-
-
 def template_of(file: str) -> str:
     """Return the text of a template file.
 
@@ -384,16 +355,3 @@ def template_of(file: str) -> str:
     except jinja2.TemplateError as error:
         raise ValueError(f"task.chat_template {file!r} is not a Jinja template: {error}") from error
     return text
-
-
-def _trl_template(tokenizer: Any, template: str | None) -> str | None:
-    """Return TRL's training template for the tokenizer's template; None if there is none."""
-    if template is not None or not find_spec("trl"):
-        return None
-    from trl.chat_template_utils import get_training_chat_template
-
-    try:
-        training_template: str | None = get_training_chat_template(tokenizer)
-    except ValueError:  # TRL has no template for it
-        return None
-    return training_template

@@ -22,7 +22,7 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
     trained. Raise ValueError if the tokenizer has no end token, or no token ends within the prompt.
     """
     end = end_of(tokenizer)
-    tokens, offsets = _without_ends(tokenizer, prompt + completion)
+    tokens, offsets = tokenized(tokenizer, prompt + completion)
     array = np.array([*tokens, end], dtype=np.int32)
     marked = _marked(array, first_ending_after(offsets, len(prompt)))
     return with_text(marked, completion, tokenizer)
@@ -46,7 +46,7 @@ def with_one_border(
     """
     ids = [token_ids(side) for side in sides]
     texts = [side[:-1].tolist() for side in ids]
-    texts.append(_with_one_begin(tokenizer, prompt)[0])
+    texts.append(tokenized(tokenizer, prompt, ends=True)[0])
     border = len(commonprefix(texts))  # noqa: RUF071 of lists
     return [_marked(side, border) for side in ids]
 
@@ -69,7 +69,7 @@ def whole_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
     end = end_of(tokenizer)
     if not isinstance(text, str):
         raise ValueError(f"expected a text, got {brief(text)}; name another column, or remove it")
-    tokens = _without_ends(tokenizer, text)[0]
+    tokens = tokenized(tokenizer, text)[0]
     if not tokens:
         raise ValueError("the text is empty; fill it, or remove the row")
     return np.array([*tokens, end], dtype=np.int32)
@@ -85,31 +85,26 @@ def end_of(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def prompted(tokenizer: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt, without an end token."""
-    return _without_ends(tokenizer, prompt)[0]
+def tokenized(
+    tokenizer: Any, text: str, *, ends: bool = False
+) -> tuple[list[int], NDArray[np.int64]]:
+    """Return tokens and offsets of a text, with at most one BOS token.
 
-
-def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """Return tokens and offsets of a text, with at most one BOS token and no appended tokens."""
-    tokens, offsets = _with_one_begin(tokenizer, text)
-
-    # Drop tokens that the tokenizer appends: they have no characters, or are the end token.
-    while len(tokens) > 1:
-        if offsets[len(tokens) - 1].any() and tokens[-1] != tokenizer.eos_token_id:
-            break
-        tokens = tokens[:-1]
-    return tokens, offsets[: len(tokens)]
-
-
-def _with_one_begin(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """Return tokens and offsets of a text, without the BOS token if the text has another one."""
+    ``ends``: keep tokens that the tokenizer appends, and end tokens of the text.
+    """
     tokens, offsets = with_offsets(tokenizer, text)
     first = 0
-    bos = tokenizer.bos_token_id
-    while bos is not None and tokens[first : first + 2] == [bos, bos]:
+    begin = tokenizer.bos_token_id
+    while tokens[first : first + 2] == [begin, begin]:
         first += 1
-    return tokens[first:], offsets[first:]
+
+    # Tokens that the tokenizer appends have no characters, or are the end token.
+    last = len(tokens)
+    while not ends and last - first > 1:
+        if offsets[last - 1].any() and tokens[last - 1] != tokenizer.eos_token_id:
+            break
+        last -= 1
+    return tokens[first:last], offsets[first:last]
 
 
 def with_offsets(tokenizer: Any, text: str, **options: bool) -> tuple[list[int], NDArray[np.int64]]:

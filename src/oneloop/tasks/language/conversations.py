@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from oneloop.tasks.columns import is_text as holds_text
 from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.completions import completed, prompted
+from oneloop.tasks.language.completions import completed, tokenized, whole_text
 from oneloop.tasks.language.message_flags import left_out
 from oneloop.tasks.language.messages_as_json import brief, is_message, is_missing, read
 from oneloop.tasks.rows.objects import Written
@@ -33,6 +33,8 @@ def encoded(
     tokenizer: Any,
     chat: Chat | None,
     flags: Sequence[str] = (),
+    *,
+    labelled: bool = True,
 ) -> NDArray[np.int32]:
     """Return the tokens of a row; untrained tokens are complements.
 
@@ -42,126 +44,105 @@ def encoded(
         tokenizer: a tokenizer of transformers.
         chat: the chat template (None: all rows are texts).
         flags: keys of a message that say whether it is trained.
+        labelled: whether each row has answers. If not, only a last answer is a target; one unused
+            token follows a prompt without an answer.
 
     Raises:
         ValueError: the row is malformed.
     """
-    # A conversation.
-    tools = _tools(row[columns["tools"]]) if columns["tools"] else None
-    if columns["messages"]:
-        messages, untrained = _messages(row, columns, row[columns["messages"]], flags)
-        return _chat(chat).encode(messages, tools, untrained=untrained)
+    # A whole text.
+    if columns.get("text"):
+        return whole_text(tokenizer, row[columns["text"]])
 
-    # A prompt and a completion, as texts.
-    prompt = row[columns["prompt"]]
-    completion = row[columns["completion"]]
-    if is_text(prompt) != is_text(completion):
+    # A conversation, or a prompt that may have a completion.
+    system = entry(row, columns, "system") or ""
+    tools = _tools(entry(row, columns, "tools"))
+    prompt = row[columns["messages"] or columns["prompt"]]
+    completion = entry(row, columns, "completion")
+    alone = columns["messages"] != "" or (not labelled and is_missing(completion))
+    if not alone and is_text(prompt) != is_text(completion):
         raise ValueError(
             f"the prompt is {brief(prompt)}, and the completion {brief(completion)}; both must "
             "be texts, or both messages"
         )
-    if is_text(prompt):
-        _reject_unread(row, columns, tools)
+
+    # Texts.
+    if columns["prompt"] and is_text(prompt):
+        _reject_unread(columns, system=system, tools=tools)
+        if alone:
+            return _unanswered(tokenized(tokenizer, prompt)[0])
         if not completion:
             raise ValueError("the completion is empty; fill it, or remove the row")
         return completed(tokenizer, prompt, completion)
 
-    # A prompt and a completion, as messages.
-    before, _ = _messages(row, columns, prompt, ())
-    after = conversation(completion)
-    if before[-1]["role"] == after[0]["role"] == "assistant":
-        raise ValueError(
-            f"the prompt ends with a message of the assistant ({brief(before[-1]['content'])}), "
-            "and an answer follows; join a begun answer and its end into one message of the answer"
-        )
-    untrained = {len(before) + number for number in _left_out(completion, after, flags)}
-    return _chat(chat).encode([*before, *after], tools, given=len(before), untrained=untrained)
-
-
-def encoded_prompt(
-    row: Row,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    chat: Chat | None,
-    flags: Sequence[str] = (),
-) -> NDArray[np.int32]:
-    """Return the tokens of a prompt as complements, and one unused token.
-
-    If the row has the answer, return :func:`encoded` tokens, with only the answer as target. The
-    arguments are those of :func:`encoded`. Raise ValueError if the row is malformed.
-    """
-    tools = _tools(row[columns["tools"]]) if columns["tools"] else None
-    prompt = row[columns["messages"] or columns["prompt"]]
-    if columns["completion"] and not is_missing(row[columns["completion"]]):
-        return encoded(row, columns, tokenizer, chat, flags)
-    if columns["prompt"] and is_text(prompt):
-        _reject_unread(row, columns, tools)
-        tokens = prompted(tokenizer, prompt)
-    else:
-        # The messages of a prompt have no flags.
-        own = flags if columns["messages"] else ()
-        messages, untrained = _messages(row, columns, prompt, own)
-        # The last message may be the answer.
-        if messages[-1]["role"] == "assistant" and len(messages) > 1:
-            return _chat(chat).encode(
-                messages,
-                tools,
-                given=len(messages) - 1,
-                untrained=untrained,
+    # Messages; those of a prompt have no flags.
+    messages = _with_system(conversation(prompt), columns, system)
+    flagged = prompt if columns["messages"] else completion
+    given = 0
+    if not alone:
+        answer = conversation(completion)
+        if messages[-1]["role"] == answer[0]["role"] == "assistant":
+            raise ValueError(
+                "the prompt ends with a message of the assistant "
+                f"({brief(messages[-1]['content'])}), and an answer follows; join a begun answer "
+                "and its end into one message of the answer"
             )
-        tokens = _chat(chat).prompt(messages, tools)
+        given = len(messages)
+        messages += answer
+    untrained = left_out(read(flagged), messages, flags)
+    if chat is None:
+        raise ValueError(
+            "this row is a conversation, but others are texts; put them in separate data sets"
+        )
+
+    # Without answers in all rows, the last message may be one.
+    if alone and not labelled:
+        given = len(messages) - 1
+        if not given or messages[-1]["role"] != "assistant":
+            return _unanswered(chat.prompt(messages, tools))
+    return chat.encode(messages, tools, given=given, untrained=untrained)
+
+
+def entry(row: Row, columns: Mapping[str, str], key: str) -> Any:
+    """Return the value of a row for a key of the task; None if it has no column."""
+    return row[columns[key]] if columns.get(key) else None
+
+
+def _unanswered(tokens: Sequence[int]) -> NDArray[np.int32]:
+    """Return a prompt as complements, and one token: the last one of a sample is not an input."""
     if not tokens:
         raise ValueError("the prompt is empty; fill it, or remove the row")
-    # The last token of a sample is not an input.
     return ~np.array([*tokens, 0], dtype=np.int32)
 
 
-def _messages(
-    row: Row, columns: Mapping[str, str], value: Any, flags: Sequence[str]
-) -> tuple[list[dict[str, Any]], set[int]]:
-    """Return the messages of a value, after the row's system prompt; and which are not trained."""
-    messages = conversation(value)
-    untrained = _left_out(value, messages, flags)
-    begin = _system(row, columns, messages)
-    return [*begin, *messages], {len(begin) + number for number in untrained}
-
-
-def _system(
-    row: Row, columns: Mapping[str, str], messages: Sequence[Mapping[str, Any]]
+def _with_system(
+    messages: list[dict[str, Any]], columns: Mapping[str, str], system: str
 ) -> list[dict[str, Any]]:
-    """Return the system message of a row's column, if it has one.
+    """Return the messages after a system prompt of its own column ("": none).
 
     Raise ValueError if the messages begin with another system message.
     """
-    text = _system_text(row, columns)
-    if not text:
-        return []
+    if not system:
+        return messages
     if messages[0]["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": text}]
-    if messages[0]["content"] != text:
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
         raise ValueError(
             f"the column {columns['system']!r} and the first message are different system prompts; "
             "keep one, or ignore the column: task.system ''"
         )
-    return []
+    return messages
 
 
-def _reject_unread(row: Row, columns: Mapping[str, str], tools: Sequence[Any] | None) -> None:
+def _reject_unread(columns: Mapping[str, str], **values: Any) -> None:
     """Raise ValueError if a row whose prompt is a text has a system prompt or tools."""
-    for key, name, value in (
-        ("system", "a system prompt", _system_text(row, columns)),
-        ("tools", "tools", tools),
-    ):
+    for key, value in values.items():
         if value:
+            name = "a system prompt" if key == "system" else key
             raise ValueError(
                 f"the column {columns[key]!r} has {name}, and the prompt is a text; write it as "
                 f"messages, or ignore the column: task.{key} ''"
             )
-
-
-def _system_text(row: Row, columns: Mapping[str, str]) -> str:
-    column = columns.get("system")
-    return (column and row[column]) or ""
 
 
 def check_system(source: Source, rows: Any) -> None:
@@ -175,40 +156,17 @@ def check_system(source: Source, rows: Any) -> None:
         )
 
 
-def _left_out(value: Any, messages: Sequence[Any], flags: Sequence[str]) -> set[int]:
-    """Return the indices of the messages that the data leave out of training.
-
-    Args:
-        value: the messages as the user wrote them, or their JSON.
-        messages: the same, converted.
-        flags: keys of a message that say whether it is trained.
-    """
-    if not flags:
-        return set()
-    return left_out(read(value), [message["role"] for message in messages], flags)
-
-
-def _chat(chat: Chat | None) -> Chat:
-    """Return the chat template. Raise ValueError if there is none: the first row is a text."""
-    if chat is None:
-        raise ValueError(
-            "this row is a conversation, but others are texts; put them in separate data sets"
-        )
-    return chat
-
-
-def column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
+def column_choices(
+    columns: Mapping[str, str], kinds: Sequence[Sequence[str]]
+) -> list[dict[str, str]]:
     """Return the columns that a source may have, the most complete choice first.
 
     Args:
         columns: column name of each of the task's keys.
-        labelled: whether a row must have an answer.
+        kinds: keys of each kind of rows, which may have tools and a system prompt, too.
     """
-    needed: list[tuple[str, ...]] = [("messages",), ("prompt", "completion")]
-    if not labelled:
-        needed.append(("prompt",))
     choices = []
-    for kind in needed:
+    for kind in kinds:
         for optional in (("tools", "system"), ("tools",), ("system",), ()):
             choice = dict.fromkeys(columns, "")
             for key in (*kind, *optional):
@@ -218,15 +176,15 @@ def column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list
     return choices
 
 
-def first_value(rows: Any, column: str) -> Any:
-    """Return the first text or messages of a column, else another value; None if all are empty."""
-    other = None
+def holds_texts(rows: Any, column: str) -> bool:
+    """Whether the first text or messages of a column is a text; if it has neither, other values."""
+    others = False
     for index in range(len(rows)):
         value = rows[index][column]
         if value and (isinstance(value, str) or has_messages(value)):
-            return value
-        other = other or value
-    return other
+            return is_text(value)
+        others = others or value is not None
+    return others
 
 
 def is_text(value: Any) -> bool:
@@ -256,10 +214,7 @@ def _message(given: Any, number: int) -> dict[str, Any]:
     """Return a message with role and content. Raise ValueError if it is malformed."""
     if not isinstance(given, Mapping):
         raise ValueError(f"message {number} must have role and content, got {brief(given)}")
-    message: dict[str, Any] = {}
-    for key, value in given.items():
-        if value is not None:
-            message[key] = _without_nulls(value)
+    message: dict[str, Any] = _without_nulls({**given})
 
     # Convert ShareGPT's keys and roles.
     if "from" in message and "role" not in message:
@@ -283,8 +238,11 @@ def _message(given: Any, number: int) -> dict[str, Any]:
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
-    if "tool_calls" in message:
-        message["tool_calls"] = _calls(message["tool_calls"], number)
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(
+            f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
+        )
     if role == "assistant" and not any(message.get(key) for key in ANSWERS):
         raise ValueError(
             f"message {number}: the assistant's answer is empty; fill it, or remove the row"
@@ -300,32 +258,20 @@ def _text(content: Any, number: int) -> str:
         raise ValueError(f"message {number}: its content is {brief(content)}; text is needed")
     texts = []
     for part in content:
-        text = None
-        if isinstance(part, Mapping) and part.get("type") == "text":
-            text = part.get("text")
-        if not isinstance(text, str):
+        is_text_part = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text_part or not isinstance(part.get("text"), str):
             raise ValueError(
                 f"message {number} holds more than text ({brief(part)}); this task supports "
                 "only text"
             )
-        texts.append(text)
+        texts.append(part["text"])
     return "".join(texts)
-
-
-def _calls(calls: Any, number: int) -> list[Any]:
-    """Return tool calls. Raise ValueError if they are not a list of objects."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(
-            f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
-        )
-    return calls
 
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools of a row, from a list or its JSON. Raise ValueError if it is neither."""
-    if isinstance(value, str) and "".join(value.split()) in ("", "null", "[]", "{}"):
-        return None
-    if is_missing(value) or _without_nulls(value) == {}:
+    bare = "".join(value.split()) if isinstance(value, str) else _without_nulls(value)
+    if bare in (None, "", "null", "[]", "{}", [], {}):
         return None
     tools = read(value)
     if not tools or not all(isinstance(tool, Mapping | str) for tool in tools):

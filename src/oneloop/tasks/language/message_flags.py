@@ -8,13 +8,15 @@ FLAGS = ("weight", "train", "trainable", "training", "loss_mask", "loss")
 
 
 def left_out(
-    messages: Sequence[Mapping[str, Any]], roles: Sequence[str], flags: Sequence[str]
+    given: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
+    flags: Sequence[str],
 ) -> set[int]:
     """Return the indices of the assistant's messages that the data leave out of training.
 
     Args:
-        messages: the messages as the user wrote them.
-        roles: their roles.
+        given: messages as the user wrote them: the last ones of the conversation.
+        messages: the conversation.
         flags: keys of a message that say whether it is trained.
 
     Raises:
@@ -22,29 +24,26 @@ def left_out(
             is trained.
     """
     found = set[int]()
-    for number, (message, role) in enumerate(zip(messages, roles, strict=True)):
-        trained: dict[str, bool] = {}
-        for flag in flags:
-            value = message.get(flag)
-            if value is None:
-                continue
+    before = len(messages) - len(given)
+    for number, message in enumerate(given):
+        trained = {flag: message[flag] for flag in flags if message.get(flag) is not None}
+        for flag, value in trained.items():
             if not isinstance(value, int | float) or value not in (0, 1):
                 raise ValueError(
                     f"message {number}: {flag} is {value!r}; expected 0, 1, false or true; if it "
                     f"has another meaning, leave {flag!r} out of task.flags"
                 )
-            trained[flag] = bool(value)
-        if not trained:
-            continue
 
         # All flags of a message must agree, and only answers can be trained.
-        if len(set(trained.values())) > 1:
+        values = set(trained.values())
+        if len(values) > 1:
             raise ValueError(
                 f"message {number}: {', '.join(trained)} contradict each other; keep one of them"
             )
-        if role == "assistant" and not any(trained.values()):
-            found.add(number)
-        elif role != "assistant" and any(trained.values()):
+        role = messages[before + number]["role"]
+        if values == {0} and role == "assistant":
+            found.add(before + number)
+        if values == {1} and role != "assistant":
             raise ValueError(
                 f"message {number} of {role!r} has {next(iter(trained))} true, but only the "
                 "assistant's messages are trained; set it to false"

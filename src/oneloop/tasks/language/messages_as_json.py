@@ -12,10 +12,10 @@ def read(value: Any) -> Sequence[Any]:
 
     A text that is other JSON, or any other value, has none.
     """
-    if isinstance(value, Mapping):
-        return [value] if is_message(value) else []
+    if is_message(value):
+        return [value]
     if not isinstance(value, str):
-        return value if isinstance(value, Sequence) else []
+        return value if isinstance(value, list | tuple) else []
     if not value.lstrip().startswith("["):
         return []
     try:
@@ -32,7 +32,7 @@ def is_message(value: Any) -> bool:
 
 def is_missing(value: Any) -> bool:
     """Whether a value stands for nothing: null, or an empty text or list. 0 and false do not."""
-    return value is None or value in ("", [])
+    return value in (None, "", [])
 
 
 def brief(value: Any) -> str:

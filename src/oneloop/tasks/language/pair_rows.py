@@ -8,15 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
-from oneloop.tasks.language.conversations import first_value
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair, pair_choices
-from oneloop.tasks.language.synthetic_chats import LESSONS
+from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source
 
 
 class PairRows(AnswerRows):
@@ -32,7 +29,10 @@ class PairRows(AnswerRows):
 
     unit = "samples"
     rows_are = "pairs"
+    lessons = PairedChats
+    padded = PaddedPairs  # class of samples that are not packed
     head_numbers = HEAD
+    kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
 
     def __init__(
         self,
@@ -64,10 +64,9 @@ class PairRows(AnswerRows):
         self.notes = self._data_notes
 
     def _samples(self, pairs: Ragged, content: Any, split: str) -> Pairs:
+        kind = PackedPairs if self.packed and split == "train" else self.padded
         try:
-            if self.packed and split == "train":
-                return PackedPairs(pairs, self.length, content)
-            return PaddedPairs(pairs, self.length, content)
+            return kind(pairs, self.length, content)
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
 
@@ -78,25 +77,12 @@ class PairRows(AnswerRows):
         self.pairs["data"] = made
         return made
 
-    def _packaged(self) -> Source:
-        columns = dict.fromkeys(self.columns, "")
-        columns |= {key: key for key in ("prompt", *SIDES)}
-        parts = {split: PairedChats(split) for split in LESSONS}
-        return Source("lessons", columns, parts=parts)
-
-    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
-        return pair_choices(self.columns)
-
     def _encode(self, *, labelled: bool) -> Encode:
         assert self.overlong != "split"
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
         return ["one border, with cut", self.length, self.overlong]
-
-    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        # A text prompt may stand beside conversations.
-        return first_value(rows, columns["chosen"])
 
     def _preview(self, pairs: Pairs) -> str:
         """Return a log line with the texts of a pair."""

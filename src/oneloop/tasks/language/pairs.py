@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import with_one_border
-from oneloop.tasks.language.conversations import ANSWERS, conversation, encoded, is_text
+from oneloop.tasks.language.conversations import (
+    ANSWERS,
+    conversation,
+    encoded,
+    entry,
+    is_text,
+)
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.messages_as_json import brief, is_missing
@@ -58,11 +64,8 @@ def encoded_pair(
     for side in SIDES:
         # One answer is encoded as the completion of a prompt.
         completed = {**row, _PROMPT: prompt, _ANSWER: answers[side]}
-        named = {"messages": "", **_COMPLETION}
-        for key in ("tools", "system"):
-            named[key] = columns.get(key, "")
         try:
-            tokens = encoded(completed, named, tokenizer, chat)
+            tokens = encoded(completed, {**columns, **_COMPLETION}, tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
         sides.append(apart(tokens)[0])
@@ -70,22 +73,20 @@ def encoded_pair(
         sides = with_one_border(tokenizer, prompt, sides)
 
     # Drop a pair that is too long, or cut the ends of its answers.
-    long = [len(tokens) > length + 1 for tokens in sides]
-    if any(long) and overlong == "drop":
+    long = max(map(len, sides)) > length + 1
+    if long and overlong == "drop":
         return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]
     _check_cut(sides, cut, length)
     margin = np.array([_margin(row, columns)], np.float32)
-    size = ~len(cut[0]) if any(long) else len(cut[0])
+    size = ~len(cut[0]) if long else len(cut[0])
     head = np.array([size, *margin.view(np.int32)], np.int32)
     return np.concatenate([head, *cut])
 
 
 def _margin(row: Row, columns: Mapping[str, str]) -> float:
     """Return the margin of a row, 0 without a column. Raise ValueError if it is not a number."""
-    if not columns.get("margin"):
-        return 0.0
-    value = row[columns["margin"]]
+    value = row[columns["margin"]] if columns.get("margin") else 0
     if not is_number(value) or not is_finite(value):
         raise ValueError(
             f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
@@ -96,7 +97,7 @@ def _margin(row: Row, columns: Mapping[str, str]) -> float:
 
 _PROMPT = "\0prompt"  # no column has these names
 _ANSWER = "\0answer"
-_COMPLETION = {"prompt": _PROMPT, "completion": _ANSWER}
+_COMPLETION = {"messages": "", "prompt": _PROMPT, "completion": _ANSWER}
 
 
 def _check_cut(
@@ -124,15 +125,23 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
 
     Raise ValueError if one is missing, or if they have several forms or prompts.
     """
-    # Both answers must be there, in one form.
+    # Both answers must be there.
     answers = {side: row[columns[side]] for side in SIDES}
     for side, answer in answers.items():
         if is_missing(answer):
             raise ValueError(f"it has no {side} answer; fill {columns[side]!r}, or remove the row")
+
+    # Answers and prompt are texts or messages.
+    prompt = entry(row, columns, "prompt")
     lists = {}
-    for side, answer in answers.items():
-        if not is_text(answer):
-            lists[side] = _messages(side, answer)
+    for name, value in {**answers, "prompt": prompt}.items():
+        if is_missing(value) or is_text(value):
+            continue
+        try:
+            lists[name] = conversation(value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    given = lists.pop("prompt", None)
     if len(lists) == 1:
         raise ValueError(
             "one of the answers is a text, and the other messages; both must be texts, or both "
@@ -140,10 +149,6 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         )
 
     # Texts have a prompt, or begin equally.
-    prompt = row[columns["prompt"]] if columns.get("prompt") else None
-    given = None
-    if not is_missing(prompt) and not is_text(prompt):
-        given = _messages("prompt", prompt)
     if not lists:
         if given:
             raise ValueError("the prompt is messages, and the answers are texts; use one form")
@@ -168,14 +173,6 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
             "ignore the column: task.prompt ''"
         )
     return before, ends
-
-
-def _messages(name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a value. The name is for errors."""
-    try:
-        return conversation(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
@@ -216,7 +213,7 @@ def _common_messages(
             break
         same += 1
     ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
-    if not ends["chosen"] and not ends["rejected"]:
+    if chosen == rejected:
         raise ValueError(_EQUAL)
     for side, messages in ends.items():
         if not messages:
@@ -224,44 +221,23 @@ def _common_messages(
                 f"{side}: it is only the beginning of the other conversation, so its answer is "
                 "empty; fill it, or remove the row"
             )
-    _check_answers(same, ends["chosen"][0], ends["rejected"][0])
+
+    # They differ first in what the assistant answers.
+    differing = {}
+    for key in {**chosen[same], **rejected[same]}:
+        values = chosen[same].get(key), rejected[same].get(key)
+        if values[0] != values[1]:
+            differing[key] = f"{key} ({' and '.join(map(brief, values))})"
+    role = chosen[same]["role"]
+    if {role, rejected[same]["role"]} != {"assistant"} or differing.keys().isdisjoint(ANSWERS):
+        raise ValueError(
+            f"the prompts of the pair differ: message {same} from {role} differs in "
+            f"{', '.join(differing.values())}; both sides need one prompt, and may differ first in "
+            "what the assistant answers"
+        )
     if not same:
         raise ValueError(
             "the conversations begin with the answers; give their prompt in the column "
             "task.prompt, or as the first message of both"
         )
     return [*chosen[:same]], ends
-
-
-def _check_answers(number: int, chosen: Mapping[str, Any], rejected: Mapping[str, Any]) -> None:
-    """Raise ValueError if the first messages that differ are not answers with other contents."""
-    apart = {}
-    for key in {**chosen, **rejected}:
-        values = chosen.get(key), rejected.get(key)
-        if values[0] != values[1]:
-            apart[key] = f"{key} ({' and '.join(map(brief, values))})"
-    if chosen["role"] == rejected["role"] == "assistant" and not apart.keys().isdisjoint(ANSWERS):
-        return
-    raise ValueError(
-        f"the prompts of the pair differ: message {number} from {chosen['role']} differs in "
-        f"{', '.join(apart.values())}; both sides need one prompt, and may differ first in what "
-        "the assistant answers"
-    )
-
-
-def pair_choices(columns: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the columns that a source may have, the most complete choice first.
-
-    Args:
-        columns: column name of each of the task's keys.
-    """
-    optional = [key for key in ("margin",) if columns.get(key)]
-    choices = []
-    for prompt in (("prompt",), ()):
-        for more in (("tools", "system"), ("tools",), ("system",), ()):
-            choice = dict.fromkeys(columns, "")
-            for key in (*SIDES, *prompt, *more, *optional):
-                choice[key] = columns[key]
-            if choice not in choices:
-                choices.append(choice)
-    return choices

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 _ARGUMENTS = {"probed": "yes"}
@@ -54,10 +55,18 @@ class CallForm:
         if not isinstance(function, Mapping) or "arguments" not in function:
             return call
         arguments = function["arguments"]
-        if self.as_text and not isinstance(arguments, str):
+        if self.as_text == isinstance(arguments, str):
+            return call
+        if self.as_text:
             arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not self.as_text and isinstance(arguments, str):
-            arguments = _parsed_object(arguments)
+        else:
+            # Parse a JSON object; other texts stay.
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                return call
+            if not isinstance(arguments, dict):
+                return call
         return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -69,23 +78,13 @@ def call_form(render: Callable[[Sequence[Any]], str]) -> CallForm:
     Args:
         render: renders messages, or raises ValueError.
     """
-    for as_text in (False, True):
-        for no_content in (False, True):
-            form = CallForm(as_text, no_content)
-            try:
-                text = render(form.converted(_PROBE))
-            except ValueError:
-                continue
-            # Python's notation has other quotes, and a text that is encoded twice has backslashes.
-            if '"probed"' in text:
-                return form
+    for flags in product((False, True), repeat=2):
+        form = CallForm(*flags)
+        try:
+            text = render(form.converted(_PROBE))
+        except ValueError:
+            continue
+        # Python's notation has other quotes, and a text that is encoded twice has backslashes.
+        if '"probed"' in text:
+            return form
     return CallForm()
-
-
-def _parsed_object(text: str) -> Any:
-    """Return arguments parsed as a JSON object, or unchanged if they are not one."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text

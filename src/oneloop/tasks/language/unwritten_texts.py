@@ -6,8 +6,7 @@ template writes it: stripped, in any form of JSON, as a call in Python, or as XM
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import reduce
-from operator import getitem
+from functools import partial
 from reprlib import repr as brief
 from typing import Any, NamedTuple
 
@@ -23,14 +22,18 @@ class _Part(NamedTuple):
     """A value that a template should write.
 
     Args:
-        path: its keys in {"messages": messages, "tools": tools}, from the outermost.
+        holder: the message, tool, call or list that has it.
+        key: its key there.
         value: a text, or an object.
+        number: of the message or tool.
         subject: what it is, for the log.
         needed: whether an answer depends on it.
     """
 
-    path: tuple[Any, ...]
+    holder: Any
+    key: Any
     value: Any
+    number: int
     subject: str
     needed: bool = True
 
@@ -46,28 +49,23 @@ def check_written(
         tools: JSON schemas for the template.
         render: renders messages and tools.
     """
-    # Most conversations have only contents, which are found in their order.
-    given = {"messages": messages, "tools": tools or ()}
-    parts = [*_parts(given, text)]
-    plain = not any(part.needed or part.path[-1] != "content" for part in parts)
-    if plain and _in_order(text, parts):
-        return
-
     # Replace all texts by marks, which the template should write.
-    marks = {f"Qx{number}xQ": part for number, part in enumerate(parts)}
-    marked = _rendered(given, marks, render) or ""
+    messages, tools = deepcopy((messages, tools))
+    marks = {f"Qx{number}xQ": part for number, part in enumerate(_parts(messages, tools, text))}
+    render_copy = partial(render, messages, tools)
+    marked = _rendered(marks, render_copy) or ""
 
     # Replace each of the others alone: the template may write a mark in another form.
     counted = set[str]()
     for mark, part in marks.items():
         if mark in marked or part.subject in counted:
             continue
-        if _rendered(given, {mark: part}, render) != text:
+        if _rendered({mark: part}, render_copy) != text:
             continue
         example = brief(part.value)
         if part.needed:
             raise ValueError(
-                f"the chat template does not write {part.subject} (number {part.path[1]}: "
+                f"the chat template does not write {part.subject} (number {part.number}: "
                 f"{example}), so an answer would be trained without it; use a template that writes "
                 "it, or remove the row (to ignore all tools: task.tools '')"
             )
@@ -75,60 +73,51 @@ def check_written(
         remark(part.subject, example)
 
 
-def _parts(given: Mapping[str, Any], text: str) -> Iterator[_Part]:
+def _rendered(marks: Mapping[str, _Part], render: Callable[[], str]) -> str | None:
+    """Return the text with marks in place of values; None if the template rejects them."""
+    for mark, part in marks.items():
+        marked = dict.fromkeys(part.value, mark) if isinstance(part.value, Mapping) else mark
+        part.holder[part.key] = marked
+    try:
+        return render()
+    except ValueError:
+        return None
+    finally:
+        for part in marks.values():
+            part.holder[part.key] = part.value
+
+
+def _parts(messages: Sequence[Any], tools: Sequence[Any] | None, text: str) -> Iterator[_Part]:
     """Yield the values that a template should write."""
-    for number, tool in enumerate(given["tools"]):
-        yield from _named(("tools", number), tool, "the tools")
-    for number, message in enumerate(given["messages"]):
-        role = message["role"]
+    for number in range(len(tools or ())):
+        yield from _named(tools, number, number, "the tools")
+    for number, message in enumerate(messages):
         for key, value in message.items():
-            path = ("messages", number, key)
-            subject = f"{key} of {role} messages"
+            subject = f"{key} of {message['role']} messages"
             if key == "tool_calls":
-                for index, call in enumerate(value):
-                    yield from _named((*path, index), call, subject)
+                for index in range(len(value)):
+                    yield from _named(value, index, number, subject)
             if not isinstance(value, str) or not value.strip() or key in _UNREAD:
                 continue
 
             # Templates drop earlier thoughts by design, and a tool's name stands in its call.
             thoughts = key in _THOUGHTS
-            if thoughts and message is not given["messages"][-1]:
+            if thoughts and message is not messages[-1]:
                 continue
-            repeated = thoughts or (role, key) == ("tool", "name")
+            repeated = thoughts or subject == "name of tool messages"
             if not (repeated and value.strip() in text):
-                yield _Part(path, value, subject, (role, key) == ("tool", "content"))
+                needed = subject == "content of tool messages"
+                yield _Part(message, key, value, number, subject, needed)
 
 
-def _named(path: tuple[Any, ...], value: Any, subject: str) -> Iterator[_Part]:
+def _named(holder: Any, key: Any, number: int, subject: str) -> Iterator[_Part]:
     """Yield name and arguments of a tool or a call; the whole, if it has no name."""
-    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
-        path = (*path, "function")
-        value = value["function"]
-    if not isinstance(value, Mapping) or not value.get("name"):
-        yield _Part(path, value, subject)
+    named = holder[key]
+    if isinstance(named, Mapping):
+        named = named.get("function") or named
+    if not isinstance(named, Mapping) or not named.get("name"):
+        yield _Part(holder, key, holder[key], number, subject)
         return
-    for key in ("name", "arguments"):
-        if value.get(key):
-            yield _Part((*path, key), value[key], subject)
-
-
-def _in_order(text: str, parts: Sequence[_Part]) -> bool:
-    """Return whether a text has these texts one after the other."""
-    for part in parts:
-        _, found, text = text.partition(part.value.strip())
-        if not found:
-            return False
-    return True
-
-
-def _rendered(given: Any, marks: Mapping[str, _Part], render: Render) -> str | None:
-    """Return the text with marks in place of values; None if the template rejects them."""
-    changed = deepcopy(given)
-    for mark, part in marks.items():
-        *outer, key = part.path
-        of_keys = dict.fromkeys(part.value, mark) if isinstance(part.value, Mapping) else mark
-        reduce(getitem, outer, changed)[key] = of_keys
-    try:
-        return render(changed["messages"], changed["tools"])
-    except ValueError:
-        return None
+    for part in ("name", "arguments"):
+        if named.get(part):
+            yield _Part(named, part, named[part], number, subject)
