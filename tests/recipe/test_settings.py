@@ -410,9 +410,9 @@ def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatc
         "text": "2024-01-01",
         "label": 1.0,
         "words": plain["words"],
-        "messages": "[]",
+        "messages": [],
     }
-    assert rows[1000]["label"] == 1.5 and json.loads(rows[1000]["messages"]) == chat
+    assert rows[1000]["label"] == 1.5 and rows[1000]["messages"] == chat
     assert rows[1001] == {"text": None, "label": None, "words": None, "messages": None}
 
 
@@ -425,7 +425,10 @@ def test_objects_are_neither_texts_nor_labels(tmp_path, monkeypatch, text, label
         {"text": text, "label": label}
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-    with pytest.raises(ValueError, match="'(text|label)' holds JSON objects; expected"):
+    column = "label" if text == "x" else "text"
+    found = rf"row 40: \[?\{{\"a\": 1\}}\]? in '{column}' is an object or a list"
+    why = rf"{found}; expected .* task.{column} {column}.FIELD"
+    with pytest.raises(ValueError, match=why):
         TextClassification(str(tmp_path / "rows.jsonl"), held_out=0.2)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset
 
 from oneloop.tasks.rows.csv_json_lines import FileRow, file_rows
-from oneloop.tasks.rows.open_data import named_sources, opened, whole
+from oneloop.tasks.rows.open_data import Source, named_sources, opened, whole
 from oneloop.tasks.rows.rows import divided
 from oneloop.tasks.text_classification import TextClassification
 
@@ -531,3 +532,12 @@ def test_splits_need_rows(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="2 rows are too few"):
         opened(source, held_out=0.1, window=4)
     assert divided({"train": [1], "validation": [2]}, 0.1) == {"train": [1], "validation": [2]}
+
+
+def test_rows_of_arrow_shards_are_those_of_their_files(tmp_path):
+    """Datasets of the hub, and of ``save_to_disk``."""
+    rows = [{"text": f"t{n}", "label": n} for n in range(40)]
+    Dataset.from_list(rows).save_to_disk(tmp_path / "a", num_shards=2)
+    made = whole(Source(str(tmp_path / "a"), {"text": "text"}), window=16).parts["all"]
+    for index, (shard, row) in ((19, (0, 19)), (25, (1, 5))):
+        assert made.where(index) == f"{tmp_path}/a/data-0000{shard}-of-00002.arrow, row {row}"

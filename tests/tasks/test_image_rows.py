@@ -144,6 +144,10 @@ def test_the_class_is_the_outermost_folder_that_differs(tmp_path, classes):
     assert labels_of(task, folder) == {inside: {name} for inside, name in classes.items()}
     other = laid(tmp_path / "other", f"{task.classes[0]}/x", f"{task.classes[0]}/y")
     assert set().union(*labels_of(task, other).values()) == {task.classes[0]}
+    by_year = {f"{2020 + number}/{name}": name for number, name in enumerate(task.classes)}
+    assert labels_of(task, laid(tmp_path / "by_year", *by_year)) == {
+        inside: {name} for inside, name in by_year.items()
+    }
 
     # A line names the classes that the innermost folders would give, if they differ.
     [line] = [note for note in task.notes if " classes: " in note]
