@@ -602,6 +602,19 @@ def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
         task_of(tmp_path, mixed)
 
 
+def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_error(tmp_path):
+    rows = [{"chosen": f"word {at} is it", "rejected": f"word {at} is x"} for at in range(9)]
+    plain = task_of(tmp_path / "plain", rows)
+    empty = task_of(tmp_path / "empty", [{**row, "prompt": None} for row in rows])
+    for side, other in zip(plain.pairs["train"].pair(3), empty.pairs["train"].pair(3), strict=True):
+        assert np.array_equal(side, other)
+    with pytest.raises(ValueError, match=r"row 3: the prompt is empty; .* task.prompt ''"):
+        task_of(
+            tmp_path / "some",
+            [{**row, "prompt": None if at == 3 else "w"} for at, row in enumerate(rows)],
+        )
+
+
 def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():
     from oneloop.tasks.language.synthetic_chats import all_questions, whole_question
     from oneloop.tasks.language.wrong_answers import PairedChats

@@ -198,6 +198,10 @@ class AnswerRows(LanguageModel):
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
         columns = source.columns
+        # Pairs without any prompt in their column begin with the same text.
+        prompt = columns.get("prompt")
+        if columns.get("chosen") and prompt and getattr(rows.types[prompt], "dtype", "") == "null":
+            columns = {**columns, "prompt": ""}
         chat = self._chat_of(rows, columns)
 
         # The cache key names all that the tokens of a row depend on.

@@ -14,6 +14,7 @@ from oneloop.tasks.rows.cached_arrays import remark
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _UNREAD = ("role", "id", "tool_call_id")  # they only link messages
+_TOOLS = "the tools"
 Render = Callable[[Sequence[Any], Any], str]
 """renders messages and tools, or raises ValueError"""
 
@@ -64,10 +65,13 @@ def check_written(
             continue
         example = brief(part.value)
         if part.needed:
+            remedy = "remove the row"
+            if part.subject == _TOOLS:
+                remedy = "ignore all tools: task.tools ''"
             raise ValueError(
                 f"the chat template does not write {part.subject} (number {part.number}: "
-                f"{example}), so an answer would be trained without it; use a template that writes "
-                "it, or remove the row (to ignore all tools: task.tools '')"
+                f"{example}), so an answer would be trained without this value; use a template "
+                f"that writes it, or {remedy}"
             )
         counted.add(part.subject)
         remark(part.subject, example)
@@ -90,7 +94,7 @@ def _rendered(marks: Mapping[str, _Part], render: Callable[[], str]) -> str | No
 def _parts(messages: Sequence[Any], tools: Sequence[Any] | None, text: str) -> Iterator[_Part]:
     """Yield the values that a template should write."""
     for number in range(len(tools or ())):
-        yield from _named(tools, number, number, "the tools")
+        yield from _named(tools, number, number, _TOOLS)
     for number, message in enumerate(messages):
         for key, value in message.items():
             subject = f"{key} of {message['role']} messages"
