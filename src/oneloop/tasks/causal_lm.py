@@ -112,7 +112,7 @@ class CausalLM(RawTexts):
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
-        self._note_texts(name, tokens, "texts")
+        self._note(name, tokens.notes)
         content = part.fingerprint()
         if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)

@@ -187,7 +187,7 @@ class Distil(SFT):
         # Divide the samples into spans and records. Rows of ``oneloop predict`` have no records.
         is_packed = isinstance(samples[0], list)
         rows = samples if is_packed else [[sample] for sample in samples]
-        if not isinstance(rows[0][0], tuple):
+        if not isinstance(rows[0][0], tuple) or isinstance(rows[0][0][1], str):
             return super().collate(samples)
         spans = [[span for span, _ in row] for row in rows]
         batch = super().collate(spans if is_packed else [row[0] for row in spans])
@@ -234,9 +234,6 @@ class Distil(SFT):
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})
         metrics.add_divergence(outputs["apart"].sum(), (batch["target"] != IGNORE).sum())
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        return super().show(sample[0] if isinstance(sample, tuple) else sample, outputs)
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         spans = self._taught[name].spans

@@ -18,7 +18,6 @@ from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices, encoded, first_value
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
@@ -135,7 +134,7 @@ class Reward(PairRows):
         return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["reward, one border, with cut", self.length, self.overlong]
+        return ["reward", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         if columns.get("messages"):
@@ -272,10 +271,6 @@ class RewardPairs(PaddedPairs):
         return (*super().__getitem__(index), float(self.margins[index]))
 
     @property
-    def limit(self) -> str:
-        return f"{self.length:,} tokens"
-
-    @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample, if its sides are filled up to one length."""
         return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
@@ -323,7 +318,7 @@ def _pair_or_answer(
     """
     if columns["chosen"]:
         return encoded_pair(row, columns, tokenizer, chat, length=_ANY_LENGTH)
-    tokens = apart(encoded(row, columns, tokenizer, chat))[0]
+    tokens = encoded(row, columns, tokenizer, chat)
     return np.concatenate([np.array([len(tokens), 0], np.int32), tokens])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.conversations import first_value
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
+from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair, pair_choices
 from oneloop.tasks.language.synthetic_chats import LESSONS
@@ -31,8 +31,6 @@ class PairRows(AnswerRows):
     """
 
     unit = "samples"
-    rows_are = "pairs"
-    head_numbers = HEAD
 
     def __init__(
         self,
@@ -92,7 +90,7 @@ class PairRows(AnswerRows):
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["one border, with cut", self.length, self.overlong]
+        return ["pair, one border", self.length, self.overlong]
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         # A text prompt may stand beside conversations.

@@ -1,10 +1,9 @@
 """Rows as pairs of answers to one prompt: as tokens, in TRL's column layouts.
 
-A pair is one array: the number of tokens of the chosen side (its complement if an answer is cut),
-the bits of the margin (float32), the tokens of the chosen side, and those of the rejected side.
-Each side is a prompt, as complements (:mod:`oneloop.tasks.language.sequences`), and an answer. In
-texts, both answers begin at the same token
-(:func:`oneloop.tasks.language.completions.with_one_border`).
+A pair is one array: the number of tokens of the chosen side, the bits of the margin (float32), the
+tokens of the chosen side, and those of the rejected side. Each side is a prompt, as complements
+(:mod:`oneloop.tasks.language.sequences`), and an answer. In texts, both answers begin at the same
+token (:func:`oneloop.tasks.language.completions.with_one_border`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,8 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import with_one_border
 from oneloop.tasks.language.conversations import ANSWERS, conversation, encoded, is_text
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.messages_as_json import brief, is_missing
+from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.remote_checks import is_finite
 from oneloop.tasks.rows.rows import Row
 
@@ -65,19 +64,22 @@ def encoded_pair(
             tokens = encoded(completed, named, tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
-        sides.append(apart(tokens)[0])
+        sides.append(tokens)
     if is_text(prompt):
         sides = with_one_border(tokenizer, prompt, sides)
 
     # Drop a pair that is too long, or cut the ends of its answers.
     long = [len(tokens) > length + 1 for tokens in sides]
-    if any(long) and overlong == "drop":
-        return np.zeros(0, np.int32)
+    if any(long):
+        done = {"cut": "an answer loses its end", "drop": "they are dropped"}[overlong]
+        most = f"task.length ({length + 1:,} tokens)"
+        remark(f"are longer than {most}: {done}", f"{max(map(len, sides)):,} tokens")
+        if overlong == "drop":
+            return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]
     _check_cut(sides, cut, length)
     margin = np.array([_margin(row, columns)], np.float32)
-    size = ~len(cut[0]) if any(long) else len(cut[0])
-    head = np.array([size, *margin.view(np.int32)], np.int32)
+    head = np.array([len(cut[0]), *margin.view(np.int32)], np.int32)
     return np.concatenate([head, *cut])
 
 

@@ -4,8 +4,8 @@ A token that is not a target (of a prompt) is stored as its bitwise complement, 
 holds both kinds.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,6 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
-from oneloop.tasks.language.kept_texts import ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.text_notes import cut_notes, targets
 
@@ -40,7 +39,6 @@ class Spans:
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
-    begins: NDArray[np.int64]  # starts of the samples with the kept texts of their answers
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
@@ -51,6 +49,7 @@ class Spans:
     whole: int  # number of texts
 
     lost: int = 0  # number of texts that lose the end of an answer
+    kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by text index
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -65,9 +64,12 @@ class Spans:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
 
-    def with_text(self, index: int) -> Any:
-        """Return a sample after the kept text of its answer (see ``kept_texts``)."""
-        return self.draw(self.tokens[self.begins[index] : self.stops[index]])
+    def kept_text(self, index: int) -> str:
+        """Return the kept text of the first answer of a sample, or ""."""
+        text = self.texts[index]
+        # The first sample of a text has the beginning of its first answer.
+        is_first = not index or self.texts[index - 1] != text
+        return self.kept.get(text, "") if is_first else ""
 
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
@@ -93,9 +95,8 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     """
     most = length
     length -= special
-    begins, starts, stops = ranges(texts)
+    starts, stops = _ranges(texts)
     ends = stops
-    firsts = starts
     text = np.arange(len(stops))
     long = stops - starts > length + 1
     lost = 0
@@ -120,7 +121,6 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
-        begins=np.where(starts == firsts[text], begins[text], starts)[keep],
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
@@ -128,6 +128,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         without=(~keep).sum(),
         whole=len(long),
         lost=lost,
+        kept=texts.texts,
         special=special,
     )
     if not len(made):
@@ -135,13 +136,18 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     return made
 
 
+def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the start and the stop of each text in ``texts.values``."""
+    stops = np.asarray(texts.ends, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
+
+
 def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     """Return the error message if no sample is left."""
-    # Find the positions of all targets within their texts; kept texts are before them.
-    _, starts, stops = ranges(texts)
+    # Find the positions of all targets within their texts.
+    starts, stops = _ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     trained -= starts[np.searchsorted(stops, trained, side="right")]
-    trained = trained[trained >= 0]
     if not len(trained):
         return (
             f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
@@ -203,7 +209,10 @@ class Pieces:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        sample = self.spans.with_text(index)
+        sample = self.spans[index]
+        text = self.spans.kept_text(index)
+        if text:
+            sample = (sample, text)
         return sample if self.outputs is None else (sample, self.outputs[index])
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -265,19 +274,19 @@ class Prompts(Padded):
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         """Use these texts, with at most ``length`` input tokens each."""
-        begins, starts, stops = ranges(texts)
+        starts, stops = _ranges(texts)
         cut = int((stops - starts > length + 1).sum())
         prompts = Spans(
             tokens=texts.values,
             starts=starts,
             stops=stops,
-            begins=begins,
             length=length,
             texts=np.arange(len(stops)),
             cut=np.zeros(len(stops), dtype=bool),
             overlong=cut,
             without=0,
             whole=len(stops),
+            kept=texts.texts,
         )
         super().__init__(prompts, content)
         self.warning = ""
@@ -287,11 +296,11 @@ class Prompts(Padded):
                 "of each prompt is used, without metrics"
             )
 
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = self.spans[index]
+    def __getitem__(self, index: int) -> Any:
+        tokens = self.spans[index]
         length = self.spans.length
         if len(tokens) <= length + 1:
-            return np.asarray(super().__getitem__(index))
+            return super().__getitem__(index)
         # Keep the end of the prompt, without the answer; ~0 stands for the token that is no input.
         targets = np.flatnonzero(tokens >= 0)
         end = targets[0] if len(targets) else -1

@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
-from oneloop.tasks.language.kept_texts import apart, ranges, with_text
+from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.text_notes import cut_notes
+from oneloop.tasks.text_notes import cut_notes, remark_unknown
 
 Overlong = Literal["cut", "drop"]
-Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
+Pair = tuple[NDArray[np.int32], NDArray[np.int32], str]
+"""tokens of source and target, and the text of the target if its tokens do not give it back"""
 
 
 def texts_in(rows: Any, columns: Mapping[str, str]) -> Iterator[str]:
@@ -55,9 +56,9 @@ def encoded_pair(
     """
     source = _text(row, columns["source"], "source")
     inputs = tokenizer(prefix + source, verbose=False)["input_ids"]
+    remark_unknown(inputs, tokenizer)
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
-    target = ""
     labels = list[int]()
     if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
         target = _without_end(_text(row, columns["target"], "target"), tokenizer)
@@ -65,8 +66,9 @@ def encoded_pair(
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-    tokens = np.array([*(~token for token in inputs), *labels], dtype=np.int32)
-    return with_text(tokens, target, tokenizer)
+        remark_unknown(labels, tokenizer)
+        keep_text(labels, target, tokenizer)
+    return np.array([*(~token for token in inputs), *labels], dtype=np.int32)
 
 
 def _without_end(text: str, tokenizer: Any) -> str:
@@ -118,10 +120,13 @@ class SourceTarget:
         self.content = content
         self._special = ends
         self._values = texts.values
+        self._texts = texts.texts
+        self._notes = texts.notes
         self._limits = lengths
 
         # Find where each source and each target ends.
-        begins, starts, stops = ranges(texts)
+        stops = np.asarray(texts.ends, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
@@ -139,7 +144,7 @@ class SourceTarget:
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
-        self._begins = begins[keep]
+        self._numbers = np.flatnonzero(keep)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -150,10 +155,8 @@ class SourceTarget:
         middle = self._middles[index]
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
-        target = self._cut(target, self._limits[1])
-        # The text of a target precedes its tokens if they do not give it back.
-        text = self._values[self._begins[index] : self._starts[index]]
-        return self._cut(source, self._limits[0]), np.append(text, target)
+        text = self._texts.get(self._numbers[index], "")
+        return self._cut(source, self._limits[0]), self._cut(target, self._limits[1]), text
 
     def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
         """Return at most ``limit`` tokens; one that ends the text stays."""
@@ -194,7 +197,7 @@ class SourceTarget:
 
     @property
     def warning(self) -> str:
-        """A line for the user if texts are too long for the model; else empty."""
+        """Lines for the user about texts that are too long or unknown; else empty."""
         return "; ".join(self.notes("cut"))
 
     def about(self) -> str:
@@ -206,23 +209,24 @@ class SourceTarget:
         )
 
     def notes(self, overlong: Overlong) -> list[str]:
-        """Return a log line if texts are too long."""
+        """Return log lines about the texts."""
         is_cut = overlong == "cut"
         source, target = self._limits
-        return cut_notes(
+        lines = cut_notes(
             self.overlong,
             self.whole,
             f"pairs are longer than {source:,} source or {target:,} target tokens",
             "truncated" if is_cut else "dropped",
             lost=self._lost * is_cut,
         )
+        return [*self._notes, *lines]
 
 
 def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
     """Return one batch, padded to its longest source and target.
 
     Args:
-        pairs: source and target tokens.
+        pairs: source and target tokens, and texts.
         padding: token of the padding of sources.
 
     Returns:
@@ -230,13 +234,12 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
         target tokens), in which padding is ignored; the share of ``padding``; and ``text``, of each
         target that its tokens do not give back, or "".
     """
-    labels, texts = zip(*(apart(target) for _, target in pairs), strict=True)
-    width = max(len(source) for source, _ in pairs)
-    target_width = max(1, *map(len, labels))
+    width = max(len(source) for source, _, _ in pairs)
+    target_width = max(1, *(len(target) for _, target, _ in pairs))
     inputs = np.full((len(pairs), width), padding, dtype=np.int64)
     mask = np.zeros_like(inputs)
     targets = np.full((len(pairs), target_width), IGNORE, dtype=np.int64)
-    for row, ((source, _), target) in enumerate(zip(pairs, labels, strict=True)):
+    for row, (source, target, _) in enumerate(pairs):
         inputs[row, : len(source)] = source
         mask[row, : len(source)] = 1
         targets[row, : len(target)] = target
@@ -246,5 +249,5 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
         "mask": torch.from_numpy(mask),
         "target": torch.from_numpy(targets),
         "padding": torch.tensor(1 - real / (inputs.size + targets.size)),
-        "text": [*texts],
+        "text": [text for _, _, text in pairs],
     }

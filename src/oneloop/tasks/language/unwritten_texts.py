@@ -72,7 +72,7 @@ def check_written(
                 "it, or remove the row (to ignore all tools: task.tools '')"
             )
         counted.add(part.subject)
-        remark(part.subject, example)
+        remark(f"have {part.subject} that the chat template does not write", example)
 
 
 def _parts(given: Mapping[str, Any], text: str) -> Iterator[_Part]:
