@@ -162,7 +162,7 @@ class MaskedLM(RawTexts):
         content = part.fingerprint()
         if self.pack == "concat":
             return Pieces(made, content)
-        self._note(name, made.about("split"))
+        self._note(name, made.notes)
         if self.packed and name == "train":
             return Packed(made, content)
         return Padded(made, content)

@@ -164,7 +164,7 @@ class TextPairs(TextRows):
         return [f"{found} are negatives of each other: --task.mask_duplicates true prevents this"]
 
     def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
-        return [[columns[key]] for key in self.columns]
+        return [[name] for name in columns.values()]
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)

@@ -71,9 +71,10 @@ def encoded_pair(
     # Drop a pair that is too long, or cut the ends of its answers.
     long = [len(tokens) > length + 1 for tokens in sides]
     if any(long):
-        done = {"cut": "an answer loses its end", "drop": "they are dropped"}[overlong]
-        most = f"task.length ({length + 1:,} tokens)"
-        remark(f"are longer than {most}: {done}", f"{max(map(len, sides)):,} tokens")
+        subject = (
+            f"are longer than task.length ({length + 1:,} tokens); task.overlong is {overlong}"
+        )
+        remark(subject, f"{max(map(len, sides)):,} tokens")
         if overlong == "drop":
             return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]

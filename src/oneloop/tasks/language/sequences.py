@@ -43,12 +43,7 @@ class Spans:
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
 
-    # for the log
-    overlong: int  # number of texts that were cut, split or dropped
-    without: int  # number of samples without a target, which are dropped
-    whole: int  # number of texts
-
-    lost: int = 0  # number of texts that lose the end of an answer
+    notes: Sequence[str] = ()  # log lines about texts that are too long or have no target
     kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by text index
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
@@ -70,15 +65,6 @@ class Spans:
         # The first sample of a text has the beginning of its first answer.
         is_first = not index or self.texts[index - 1] != text
         return self.kept.get(text, "") if is_first else ""
-
-    def about(self, overlong: Overlong) -> list[str]:
-        """Return log lines about texts that are too long or have no target."""
-        limit = targets(self.length) if self.draw is _same else f"{self.length:,} tokens"
-        what = f"texts are longer than {limit}"
-        lines = cut_notes(self.overlong, self.whole, what, _ACTIONS[overlong], lost=self.lost)
-        if self.without:
-            lines.append(f"{self.without:,} samples have no token to train on and are dropped")
-        return lines
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -> Spans:
@@ -117,23 +103,26 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
 
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
-    made = Spans(
+    if not keep.any():
+        all_dropped = overlong == "drop" and bool(long.all())
+        raise ValueError(_why_empty(texts, most, all_dropped=all_dropped))
+
+    limit = f"{most:,} tokens" if special else targets(most)
+    what = f"texts are longer than {limit}"
+    lines = cut_notes(long.sum(), len(long), what, _ACTIONS[overlong], lost=lost)
+    if not keep.all():
+        lines.append(f"{(~keep).sum():,} samples have no token to train on and are dropped")
+    return Spans(
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
-        overlong=long.sum(),
-        without=(~keep).sum(),
-        whole=len(long),
-        lost=lost,
+        notes=lines,
         kept=texts.texts,
         special=special,
     )
-    if not len(made):
-        raise ValueError(_why_empty(texts, made, overlong))
-    return made
 
 
 def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -142,24 +131,21 @@ def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
 
 
-def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
+def _why_empty(texts: Ragged, length: int, *, all_dropped: bool) -> str:
     """Return the error message if no sample is left."""
+    total = f"{len(texts.ends):,} texts"
     # Find the positions of all targets within their texts.
     starts, stops = _ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     trained -= starts[np.searchsorted(stops, trained, side="right")]
     if not len(trained):
+        return f"none of {total} has a token to train on: no assistant message, no completion"
+    if all_dropped:
         return (
-            f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
-            "completion"
-        )
-    if overlong == "drop" and made.overlong == made.whole:
-        return (
-            f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
-            "length, or truncate them"
+            f"all {total} are longer than {length:,} tokens; increase the length, or truncate them"
         )
     return (
-        f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens; "
+        f"none of {total} has a token to train on within {length:,} tokens; "
         f"the first one is token {trained.min():,}: raise the length"
     )
 
@@ -283,9 +269,6 @@ class Prompts(Padded):
             length=length,
             texts=np.arange(len(stops)),
             cut=np.zeros(len(stops), dtype=bool),
-            overlong=cut,
-            without=0,
-            whole=len(stops),
             kept=texts.texts,
         )
         super().__init__(prompts, content)

@@ -61,7 +61,7 @@ def encoded_pair(
         raise ValueError("the source has no tokens; fill it, or remove the row")
     labels = list[int]()
     if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
-        target = _without_end(_text(row, columns["target"], "target"), tokenizer)
+        target = _text(row, columns["target"], "target", end=tokenizer.eos_token)
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
@@ -71,24 +71,14 @@ def encoded_pair(
     return np.array([*(~token for token in inputs), *labels], dtype=np.int32)
 
 
-def _without_end(text: str, tokenizer: Any) -> str:
-    """Return a text without end tokens at its end, which blanks may follow.
-
-    Raise ValueError if nothing is left.
-    """
-    end = tokenizer.eos_token
-    while text.rstrip().endswith(end):
-        text = text.rstrip().removesuffix(end)
-    if not text.strip():
-        raise ValueError(f"the target is only {end!r}; fill it, or remove the row")
-    return text
-
-
-def _text(row: Row, column: str, key: str) -> str:
-    """Return a text that is not empty. Raise ValueError."""
+def _text(row: Row, column: str, key: str, *, end: str = "") -> str:
+    """Return a text that is not empty, without ``end`` at its end. Raise ValueError."""
     value = row[column]
     if not isinstance(value, str):
         raise ValueError(f"the {key} is {brief(value)}; task.{key} must name texts")
+    # Blanks may follow.
+    while end and value.rstrip().endswith(end):
+        value = value.rstrip().removesuffix(end)
     if not value.strip():
         raise ValueError(f"the {key} is empty; fill it, or remove the row")
     return value
@@ -121,7 +111,6 @@ class SourceTarget:
         self._special = ends
         self._values = texts.values
         self._texts = texts.texts
-        self._notes = texts.notes
         self._limits = lengths
 
         # Find where each source and each target ends.
@@ -130,17 +119,21 @@ class SourceTarget:
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
-        self.overlong = int(too_long.sum())
-        self._lost = int(is_cut.sum())
-        self.whole = len(stops)
+        is_dropped = overlong == "drop"
+        what = f"pairs are longer than {lengths[0]:,} source or {lengths[1]:,} target tokens"
+        lines = cut_notes(
+            too_long.sum(),
+            len(stops),
+            what,
+            "dropped" if is_dropped else "truncated",
+            lost=0 if is_dropped else is_cut.sum(),
+        )
+        self.notes = [*texts.notes, *lines]
         keep = np.ones(len(stops), dtype=bool)
-        if overlong == "drop":
+        if is_dropped:
             keep = ~too_long
         if not keep.any():
-            raise ValueError(
-                f"all {self.whole:,} pairs are longer than {lengths[0]:,} source or "
-                f"{lengths[1]:,} target tokens; raise task.length or task.target_length"
-            )
+            raise ValueError(f"all {len(stops):,} {what}; raise task.length or task.target_length")
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
@@ -198,7 +191,7 @@ class SourceTarget:
     @property
     def warning(self) -> str:
         """Lines for the user about texts that are too long or unknown; else empty."""
-        return "; ".join(self.notes("cut"))
+        return "; ".join(self.notes)
 
     def about(self) -> str:
         """Return a log line about the lengths."""
@@ -207,19 +200,6 @@ class SourceTarget:
             f"{len(self):,} pairs of {lengths.mean():.0f} tokens on average, {lengths.max():,} at "
             "most, padded"
         )
-
-    def notes(self, overlong: Overlong) -> list[str]:
-        """Return log lines about the texts."""
-        is_cut = overlong == "cut"
-        source, target = self._limits
-        lines = cut_notes(
-            self.overlong,
-            self.whole,
-            f"pairs are longer than {source:,} source or {target:,} target tokens",
-            "truncated" if is_cut else "dropped",
-            lost=self._lost * is_cut,
-        )
-        return [*self._notes, *lines]
 
 
 def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
