@@ -153,6 +153,8 @@ class ByteReader:
     ``notes``: lines for the log.
     """
 
+    tokenizer = None
+
     def __init__(self, shape: EncoderShape) -> None:
         shape.check_heads()
         self.shape = shape

@@ -5,28 +5,25 @@ from typing import Any
 from oneloop.tasks.rows.cached_arrays import WARNED, remark
 
 _NEAR = 8  # tokens that are shown on each side of one that is unknown
-ANSWERS = "of {:,} the answer loses its end"
+_ACTIONS = {"cut": "truncated", "split": "split into several", "drop": "dropped"}
 
 
-def cut_notes(
-    count: int, total: int, what: str, done: str, *, lost: int = 0, loses: str = ANSWERS
-) -> list[str]:
+def cut_notes(count: int, total: int, what: str, overlong: str, *, lost: int = 0) -> list[str]:
     """Return a line about texts that are longer than a limit; none if there are none.
 
     Args:
         count: number of these texts.
         total: number of all texts.
         what: plural of what is counted, and the limit.
-        done: what is done with them.
-        lost: number of what is lost.
-        loses: says so, with a place for this number.
+        overlong: what is done with them: cut, split or drop.
+        lost: number of answers that lose their end if texts are cut.
     """
     if not count:
         return []
     # Text that is split is not lost.
-    begin = "warning: " if count >= WARNED * total and not done.startswith("split") else ""
-    end = f"; {loses.format(lost)}" if lost else ""
-    return [f"{begin}{count:,} of {total:,} {what} and are {done}{end}"]
+    begin = "warning: " if overlong != "split" and count >= WARNED * total else ""
+    end = f"; of {lost:,} the answer loses its end" if lost and overlong == "cut" else ""
+    return [f"{begin}{count:,} of {total:,} {what} and are {_ACTIONS[overlong]}{end}"]
 
 
 def targets(length: int) -> str:
@@ -39,9 +36,8 @@ def remark_unknown(tokens: list[int], tokenizer: Any) -> None:
 
     They are not counted if they also begin or end texts.
     """
-    token = tokenizer.unk_token
-    number = tokenizer.unk_token_id
-    if number in tokens and token not in (tokenizer.bos_token, tokenizer.eos_token):
-        place = tokens.index(number)
+    unknown = tokenizer.unk_token_id
+    if unknown in tokens and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        place = tokens.index(unknown)
         near = tokenizer.decode(tokens[max(0, place - _NEAR) : place + _NEAR])
-        remark(f"have text that is unknown to the tokenizer ({token!r})", repr(near))
+        remark("have text that is unknown to the tokenizer", repr(near))

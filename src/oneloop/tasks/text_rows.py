@@ -149,7 +149,7 @@ class TextRows(SplitSets):
 
     def _text_notes(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""
-        tokenizer = getattr(self.reader, "tokenizer", None)
+        tokenizer = self.reader.tokenizer
         unit = "bytes" if tokenizer is None else "tokens"
         reader = deepcopy(self.reader)  # a tokenizer keeps its limit
         reader.length = _ANY_LENGTH
@@ -167,14 +167,9 @@ class TextRows(SplitSets):
                 empty=True,
             )
             longer = np.maximum(made.values - self.reader.length, 0)
-            lines = cut_notes(
-                np.count_nonzero(longer),
-                len(longer),
-                f"texts are longer than {self.reader.length:,} {unit}",
-                "truncated",
-                lost=longer.sum(),
-                loses=f"{{:,}} {unit} are left out",
-            )
+            size = f"{self.reader.length:,} {unit} (by {longer.sum():,} in all)"
+            what = f"texts are longer than {size}"
+            lines = cut_notes(int((longer > 0).sum()), len(longer), what, "cut")
             for line in [*lines, *made.notes]:
                 yield f"{split}: {line}"
 

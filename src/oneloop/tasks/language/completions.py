@@ -19,7 +19,8 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
-    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or no token ends within the prompt.
+    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or no
+    token ends within the prompt.
     """
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)

@@ -71,10 +71,9 @@ def encoded_pair(
     # Drop a pair that is too long, or cut the ends of its answers.
     long = [len(tokens) > length + 1 for tokens in sides]
     if any(long):
-        subject = (
-            f"are longer than task.length ({length + 1:,} tokens); task.overlong is {overlong}"
-        )
-        remark(subject, f"{max(map(len, sides)):,} tokens")
+        limit = f"task.length ({length + 1:,} tokens)"
+        longest = max(map(len, sides))
+        remark(f"are longer than {limit}; task.overlong is {overlong}", f"{longest:,} tokens")
         if overlong == "drop":
             return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]

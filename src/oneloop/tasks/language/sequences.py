@@ -23,7 +23,6 @@ from oneloop.tasks.text_notes import cut_notes, targets
 IGNORE = -100  # ignored target
 
 Overlong = Literal["cut", "split", "drop"]
-_ACTIONS = {"cut": "truncated", "split": "split into several", "drop": "dropped"}
 
 
 def _same(span: NDArray[np.int32]) -> Any:
@@ -44,7 +43,7 @@ class Spans:
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
 
     notes: Sequence[str] = ()  # log lines about texts that are too long or have no target
-    kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by text index
+    kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by start
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -58,13 +57,6 @@ class Spans:
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
-
-    def kept_text(self, index: int) -> str:
-        """Return the kept text of the first answer of a sample, or ""."""
-        text = self.texts[index]
-        # The first sample of a text has the beginning of its first answer.
-        is_first = not index or self.texts[index - 1] != text
-        return self.kept.get(text, "") if is_first else ""
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -> Spans:
@@ -109,7 +101,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
 
     limit = f"{most:,} tokens" if special else targets(most)
     what = f"texts are longer than {limit}"
-    lines = cut_notes(long.sum(), len(long), what, _ACTIONS[overlong], lost=lost)
+    lines = cut_notes(long.sum(), len(long), what, overlong, lost=lost)
     if not keep.all():
         lines.append(f"{(~keep).sum():,} samples have no token to train on and are dropped")
     return Spans(
@@ -196,7 +188,7 @@ class Pieces:
         if not 0 <= index < len(self):
             raise IndexError(index)
         sample = self.spans[index]
-        text = self.spans.kept_text(index)
+        text = self.spans.kept.get(self.spans.starts[index])
         if text:
             sample = (sample, text)
         return sample if self.outputs is None else (sample, self.outputs[index])

@@ -119,25 +119,18 @@ class SourceTarget:
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
-        is_dropped = overlong == "drop"
         what = f"pairs are longer than {lengths[0]:,} source or {lengths[1]:,} target tokens"
-        lines = cut_notes(
-            too_long.sum(),
-            len(stops),
-            what,
-            "dropped" if is_dropped else "truncated",
-            lost=0 if is_dropped else is_cut.sum(),
-        )
+        count = int(too_long.sum())
+        lines = cut_notes(count, len(stops), what, overlong, lost=int(is_cut.sum()))
         self.notes = [*texts.notes, *lines]
         keep = np.ones(len(stops), dtype=bool)
-        if is_dropped:
+        if overlong == "drop":
             keep = ~too_long
         if not keep.any():
             raise ValueError(f"all {len(stops):,} {what}; raise task.length or task.target_length")
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
-        self._numbers = np.flatnonzero(keep)
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -148,7 +141,7 @@ class SourceTarget:
         middle = self._middles[index]
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
-        text = self._texts.get(self._numbers[index], "")
+        text = self._texts.get(self._starts[index], "")
         return self._cut(source, self._limits[0]), self._cut(target, self._limits[1]), text
 
     def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:

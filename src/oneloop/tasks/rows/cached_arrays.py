@@ -25,8 +25,8 @@ from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-# arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the number
-# of rows, and index and example of the first one; and kept texts by number of the array
+# arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the
+# number of rows, and index and example of the first one; and kept texts by the start of the array
 ShardResult = tuple[list[Any], list[tuple[int, str]], dict[str, Any], dict[int, str]]
 _SHARD = 2000  # rows per task of a worker process
 WARNED = 0.1  # share of rows from which a line about them is a warning
@@ -40,7 +40,7 @@ class Ragged:
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
     notes: Sequence[str] = ()  # log lines about the rows
-    texts: Mapping[int, str] = field(default_factory=dict)  # kept texts by number of the array
+    texts: Mapping[int, str] = field(default_factory=dict)  # kept texts by the start of the array
 
 
 _remarks: dict[str, tuple[str, str]] = {}  # about the row of which this process makes an array
@@ -159,7 +159,8 @@ def _write_arrays(
             skipped += invalid
             for subject, (count, *first) in found.items():
                 remarks.setdefault(subject, [0, *first])[0] += count
-            texts += [(len(lengths) + number, text) for number, text in kept.items()]
+            written = file.tell() // 4  # numbers
+            texts += [(written + start, text) for start, text in kept.items()]
             if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
@@ -233,6 +234,7 @@ def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> S
     invalid = []
     remarks = dict[str, Any]()
     texts = {}
+    start = 0
     for index in shard:
         row = rows[index]
         _remarks.clear()
@@ -244,6 +246,7 @@ def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> S
         for subject, (example, text) in _remarks.items():
             remarks.setdefault(subject, [0, index, example])[0] += 1
             if text:
-                texts[len(arrays)] = text
+                texts[start] = text
         arrays.append(array)
+        start += len(array)
     return arrays, invalid, remarks, texts
