@@ -211,15 +211,16 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
     left_out = 8 * (2 + 2 + 9 - 8) + 4
     for _ in range(2):
         task = TextClassification(data, model=encoder, length=8)
-        cut = f"warning: 8 of 40 texts are longer than 8 tokens and are truncated"
+        limit = f"8 tokens (by {left_out} in all)"
+        cut = f"warning: 8 of 40 texts are longer than {limit} and are truncated"
         cut_line, line = lines_about(task)
         assert cut_line == cut
         assert line.startswith(unknown) and line.endswith(f"row 0: '[CLS] {near}")
     assert lines_about(TextClassification(data, model=encoder, length=64)) == [line]
     sizes = np.array([len(text.encode()) for text in texts])
     longer = np.maximum(sizes - 40, 0)
-    cut = f"warning: {(longer > 0).sum()} of 40 texts are longer than 40 bytes and are truncated"
-    cut += f"; {longer.sum()} bytes are left out"
+    limit = f"40 bytes (by {longer.sum()} in all)"
+    cut = f"warning: {(longer > 0).sum()} of 40 texts are longer than {limit} and are truncated"
     assert lines_about(TextClassification(data, length=40)) == [cut]
     for pack in ("concat", "padded"):
         task = MaskedLM(data, model=encoder, block=64, pack=pack)  # type: ignore[arg-type]
