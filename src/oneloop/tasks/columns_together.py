@@ -52,7 +52,7 @@ def unlearnable(anchor: str, positive: str, *negatives: str) -> str:
 
 
 def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) -> None:
-    values = [_values(rows, column) for column in columns]
+    values = [values_of(rows, column) for column in columns]
     for number, row in enumerate(zip(*values, strict=True)):
         # A missing value is already known.
         if None in row:
@@ -62,7 +62,8 @@ def _check_rows(rows: Any, columns: Sequence[str], problem: Callable[..., str]) 
             unusable(rows.where(number), f": {why}")
 
 
-def _values(rows: Any, column: str) -> Iterator[Any]:
+def values_of(rows: Any, column: str) -> Iterator[Any]:
+    """Yield the values of a column."""
     for array in rows.values(column):
         yield from array.to_pylist()
 

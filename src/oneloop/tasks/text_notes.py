@@ -26,11 +26,6 @@ def cut_notes(count: int, total: int, what: str, overlong: str, *, lost: int = 0
     return [f"{begin}{count:,} of {total:,} {what} and are {_ACTIONS[overlong]}{end}"]
 
 
-def targets(length: int) -> str:
-    """Return a length as text: the first token of a text is no target."""
-    return f"{length + 1:,} tokens ({length:,} targets)"
-
-
 def remark_unknown(tokens: list[int], tokenizer: Any) -> None:
     """Count the row if tokens of its text stand for unknown text.
 

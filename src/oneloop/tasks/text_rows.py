@@ -143,17 +143,15 @@ class TextRows(SplitSets):
         check_texts(sources, "text")
         check_texts(sources, "second")
 
-    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
-        """Return the columns of the texts; those of a list are encoded together."""
-        return [[name for key, name in columns.items() if name and key != self.target]]
-
     def _text_notes(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""
         tokenizer = self.reader.tokenizer
         unit = "bytes" if tokenizer is None else "tokens"
         reader = deepcopy(self.reader)  # a tokenizer keeps its limit
         reader.length = _ANY_LENGTH
-        texts = self._texts(source.columns)
+        names = [name for key, name in source.columns.items() if name and key != self.target]
+        # The two texts of a pair are encoded together.
+        texts = [names] if "second" in self.columns else [[name] for name in names]
         for split, rows in source.parts.items():
             # Remote rows are not all read before a run. ``oneloop check`` keeps missing values.
             if is_remote(rows) or FINDINGS.get() is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.columns import UNTAGGED, check_words, columns_of
-from oneloop.tasks.columns_together import check_together
+from oneloop.tasks.columns_together import check_together, values_of
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row, without
@@ -138,8 +137,7 @@ def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
 def _with_tags(source: Source, rows: Any, column: str) -> Any:
     """Return rows without those that have only tags of -100: their loss would sum nothing."""
     out = []
-    tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
-    for index, row in enumerate(tags):
+    for index, row in enumerate(values_of(rows, column)):
         if isinstance(row, list) and row and all(tag in UNTAGGED for tag in row):
             out.append(index)
     if out:

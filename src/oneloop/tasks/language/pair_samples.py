@@ -16,7 +16,7 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents
-from oneloop.tasks.language.sequences import collated
+from oneloop.tasks.language.sequences import collated, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 RECORD = np.dtype([("logp", "<f8")])
@@ -38,8 +38,7 @@ class Pairs:
 
     def __init__(self, pairs: Ragged, length: int, content: dict[str, Any] | None) -> None:
         # Leave out the pairs that were dropped, which are empty arrays.
-        stops = np.asarray(pairs.ends, dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        starts, stops = ranges(pairs)
         kept = np.flatnonzero(stops > starts)
         if not len(kept):
             raise ValueError(

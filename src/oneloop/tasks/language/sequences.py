@@ -18,7 +18,7 @@ from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.text_notes import cut_notes, targets
+from oneloop.tasks.text_notes import cut_notes
 
 IGNORE = -100  # ignored target
 
@@ -73,7 +73,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     """
     most = length
     length -= special
-    starts, stops = _ranges(texts)
+    starts, stops = ranges(texts)
     ends = stops
     text = np.arange(len(stops))
     long = stops - starts > length + 1
@@ -99,7 +99,8 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         all_dropped = overlong == "drop" and bool(long.all())
         raise ValueError(_why_empty(texts, most, all_dropped=all_dropped))
 
-    limit = f"{most:,} tokens" if special else targets(most)
+    # The first token of a text is no target.
+    limit = f"{most:,} tokens" if special else f"{most + 1:,} tokens ({most:,} targets)"
     what = f"texts are longer than {limit}"
     lines = cut_notes(long.sum(), len(long), what, overlong, lost=lost)
     if not keep.all():
@@ -117,7 +118,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     )
 
 
-def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and the stop of each text in ``texts.values``."""
     stops = np.asarray(texts.ends, dtype=np.int64)
     return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
@@ -127,7 +128,7 @@ def _why_empty(texts: Ragged, length: int, *, all_dropped: bool) -> str:
     """Return the error message if no sample is left."""
     total = f"{len(texts.ends):,} texts"
     # Find the positions of all targets within their texts.
-    starts, stops = _ranges(texts)
+    starts, stops = ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     trained -= starts[np.searchsorted(stops, trained, side="right")]
     if not len(trained):
@@ -252,7 +253,7 @@ class Prompts(Padded):
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         """Use these texts, with at most ``length`` input tokens each."""
-        starts, stops = _ranges(texts)
+        starts, stops = ranges(texts)
         cut = int((stops - starts > length + 1).sum())
         prompts = Spans(
             tokens=texts.values,

@@ -15,7 +15,7 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
 from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import IGNORE, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_notes import cut_notes, remark_unknown
@@ -108,14 +108,13 @@ class SourceTarget:
         content: dict[str, Any] | None,
     ) -> None:
         self.content = content
-        self._special = ends
+        self._ends = ends
         self._values = texts.values
         self._texts = texts.texts
         self._limits = lengths
 
         # Find where each source and each target ends.
-        stops = np.asarray(texts.ends, dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        starts, stops = ranges(texts)
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
@@ -148,7 +147,7 @@ class SourceTarget:
         """Return at most ``limit`` tokens; one that ends the text stays."""
         if len(tokens) <= limit:
             return tokens
-        if int(tokens[-1]) not in self._special:
+        if int(tokens[-1]) not in self._ends:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
 

@@ -26,8 +26,9 @@ from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
 # arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the
-# number of rows, and index and example of the first one; and kept texts by the start of the array
-ShardResult = tuple[list[Any], list[tuple[int, str]], dict[str, Any], dict[int, str]]
+# number of rows, and index and example of the first one; and kept texts after the starts of their
+# arrays
+ShardResult = tuple[list[Any], list[tuple[int, str]], dict[str, Any], list[tuple[int, str]]]
 _SHARD = 2000  # rows per task of a worker process
 WARNED = 0.1  # share of rows from which a line about them is a warning
 
@@ -160,7 +161,7 @@ def _write_arrays(
             for subject, (count, *first) in found.items():
                 remarks.setdefault(subject, [0, *first])[0] += count
             written = file.tell() // 4  # numbers
-            texts += [(written + start, text) for start, text in kept.items()]
+            texts += [(written + start, text) for start, text in kept]
             if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
@@ -233,7 +234,7 @@ def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> S
     arrays = list[Any]()
     invalid = []
     remarks = dict[str, Any]()
-    texts = {}
+    texts = []
     start = 0
     for index in shard:
         row = rows[index]
@@ -246,7 +247,7 @@ def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> S
         for subject, (example, text) in _remarks.items():
             remarks.setdefault(subject, [0, index, example])[0] += 1
             if text:
-                texts[start] = text
+                texts.append((start, text))
         arrays.append(array)
         start += len(array)
     return arrays, invalid, remarks, texts
