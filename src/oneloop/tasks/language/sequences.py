@@ -82,6 +82,11 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         stops = np.minimum(stops, starts + length + 1)
         lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
     elif overlong == "drop":
+        if long.all():
+            raise ValueError(
+                f"all {len(long):,} texts are longer than {most:,} tokens; increase the length, or "
+                "truncate them"
+            )
         starts = starts[~long]
         stops = stops[~long]
         text = text[~long]
@@ -96,8 +101,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
     if not keep.any():
-        all_dropped = overlong == "drop" and bool(long.all())
-        raise ValueError(_why_empty(texts, most, all_dropped=all_dropped))
+        raise ValueError(_why_empty(texts, most))
 
     # The first token of a text is no target.
     limit = f"{most:,} tokens" if special else f"{most + 1:,} tokens ({most:,} targets)"
@@ -124,7 +128,7 @@ def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
 
 
-def _why_empty(texts: Ragged, length: int, *, all_dropped: bool) -> str:
+def _why_empty(texts: Ragged, length: int) -> str:
     """Return the error message if no sample is left."""
     total = f"{len(texts.ends):,} texts"
     # Find the positions of all targets within their texts.
@@ -133,10 +137,6 @@ def _why_empty(texts: Ragged, length: int, *, all_dropped: bool) -> str:
     trained -= starts[np.searchsorted(stops, trained, side="right")]
     if not len(trained):
         return f"none of {total} has a token to train on: no assistant message, no completion"
-    if all_dropped:
-        return (
-            f"all {total} are longer than {length:,} tokens; increase the length, or truncate them"
-        )
     return (
         f"none of {total} has a token to train on within {length:,} tokens; "
         f"the first one is token {trained.min():,}: raise the length"
