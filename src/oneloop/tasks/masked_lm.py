@@ -152,8 +152,8 @@ class MaskedLM(RawTexts):
         )
         if not (tokens.values >= 0).any():
             raise ValueError(f"task.data: no text of the {name} split has a token to predict")
-        self._note(name, tokens.notes)
         if self.pack == "concat":
+            self._note(name, tokens.notes)
             tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
 
         # Cut them; masks are drawn whenever a sample is read.

@@ -125,8 +125,6 @@ class AnswerRows(LanguageModel):
             texts.append(
                 {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             )
-            for split, (tokens, _) in texts[-1].items():
-                self._note(split, tokens.notes)
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
         return texts

@@ -50,6 +50,7 @@ class PairRows(AnswerRows):
         for source, splits in zip(self._sources, self._encoded_sources(), strict=True):
             made = {}
             for split, (pairs, content) in splits.items():
+                self._note(split, pairs.notes)
                 made[split] = self._samples(pairs, content, split)
                 name = split if len(self._sources) == 1 else f"{split}/{source.name}"
                 self.pairs[name] = made[split]

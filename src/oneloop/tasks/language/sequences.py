@@ -42,7 +42,7 @@ class Spans:
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
 
-    notes: Sequence[str] = ()  # log lines about texts that are too long or have no target
+    notes: Sequence[str] = ()  # log lines about the texts
     kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by start
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
@@ -77,10 +77,10 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     ends = stops
     text = np.arange(len(stops))
     long = stops - starts > length + 1
-    lost = 0
+    cut = np.minimum(stops, starts + length + 1)
+    lost = int((_targets(texts.values, cut - 1, stops) > 0).sum())
     if overlong == "cut":
-        stops = np.minimum(stops, starts + length + 1)
-        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
+        stops = cut
     elif overlong == "drop":
         if long.all():
             raise ValueError(
@@ -116,7 +116,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
-        notes=lines,
+        notes=[*texts.notes, *lines],
         kept=texts.texts,
         special=special,
     )

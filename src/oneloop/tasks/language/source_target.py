@@ -56,7 +56,6 @@ def encoded_pair(
     """
     source = _text(row, columns["source"], "source")
     inputs = tokenizer(prefix + source, verbose=False)["input_ids"]
-    remark_unknown(inputs, tokenizer)
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
     labels = list[int]()
@@ -66,8 +65,8 @@ def encoded_pair(
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-        remark_unknown(labels, tokenizer)
         keep_text(labels, target, tokenizer)
+    remark_unknown([*inputs, *labels], tokenizer)
     return np.array([*(~token for token in inputs), *labels], dtype=np.int32)
 
 

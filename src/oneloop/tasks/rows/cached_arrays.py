@@ -69,8 +69,8 @@ def remark_lines(remarks: Mapping[str, Any], total: int, where: Callable[[int], 
     lines = []
     for subject, (count, index, example) in remarks.items():
         begin = "warning: " if count >= WARNED * total else ""
-        first = f"first: {where(index)}: {example}"
-        lines.append(f"{begin}{count:,} of {total:,} rows {subject} ({first})")
+        counted = f"{begin}{count:,} of {total:,} rows"
+        lines.append(f"{counted} {subject} (first: {where(index)}: {example})")
     return lines
 
 
