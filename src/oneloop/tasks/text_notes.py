@@ -4,7 +4,7 @@ from typing import Any
 
 from oneloop.tasks.rows.cached_arrays import WARNED, remark
 
-_SHOWN = 9  # tokens, from the first one that stands for unknown text
+_SHOWN = 9  # tokens, up to the first one that stands for unknown text
 _ACTIONS = {"cut": "truncated", "split": "split into several", "drop": "dropped"}
 
 
@@ -34,5 +34,5 @@ def remark_unknown(tokens: list[int], tokenizer: Any) -> None:
     unknown = tokenizer.unk_token_id
     if unknown in tokens and unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         place = tokens.index(unknown)
-        shown = tokenizer.decode(tokens[place : place + _SHOWN])
+        shown = tokenizer.decode(tokens[: place + 1][-_SHOWN:])
         remark("have text that is unknown to the tokenizer", repr(shown))
