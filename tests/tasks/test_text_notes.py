@@ -120,7 +120,7 @@ def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
     # The same lines are logged if the tokens come from the cache.
     for _ in range(2):
         task = Seq2Seq(data, **known)  # type: ignore[arg-type]
-        unknown, kept = lines_about(task)
+        kept, unknown = lines_about(task)
         begin = "warning: 2 of 8 rows have text that is unknown to the tokenizer (first: "
         assert unknown.startswith(begin) and unknown.endswith("row 0: '<unk>')")
         begin = "warning: 4 of 8 rows have a target that the tokenizer does not give back (first: "
