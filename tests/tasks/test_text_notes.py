@@ -122,7 +122,7 @@ def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
         task = Seq2Seq(data, **known)  # type: ignore[arg-type]
         kept, unknown = lines_about(task)
         begin = "warning: 2 of 8 rows have text that is unknown to the tokenizer (first: "
-        assert unknown.startswith(begin) and unknown.endswith("row 0: '<unk>')")
+        assert unknown.startswith(begin) and unknown.endswith("row 0: 'say 0 </s> <unk>')")
         begin = "warning: 4 of 8 rows have a target that the tokenizer does not give back (first: "
         assert kept.startswith(begin) and kept.endswith("row 0: '{a}' becomes '')")
     samples = task.eval_sets()["validation"]
