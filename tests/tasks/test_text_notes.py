@@ -13,6 +13,7 @@ import torch
 
 from oneloop.tasks.masked_lm import MaskedLM
 from oneloop.tasks.preference import Preference
+from oneloop.tasks.rows.cached_arrays import ragged, remark
 from oneloop.tasks.seq2seq import Seq2Seq
 from oneloop.tasks.sft import SFT
 from oneloop.tasks.text_classification import TextClassification
@@ -182,6 +183,32 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     asked = write(tmp_path / "asked/rows.jsonl", [{"prompt": "say a", "completion": "Yes"}] * 3)
     prompts = task.samples_of(asked, labelled=False)
     assert task.collate([prompts[0]])["text"] == ["Yes"]
+
+
+def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):
+    rows = [{"source": f"say {i % 10}", "target": f"no {i}"} for i in range(20)]
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows)
+    task = Seq2Seq(data, model=t5(tmp_path / "t5"))
+    [source] = task._sources(data, 0.05, "stop", "rows")
+
+    # Rows 4 and 13 are left out; each third row keeps its target, and has a longer array.
+    def make(row: dict[str, Any]) -> Any:
+        number = int(row["target"].split()[1])
+        if number in (4, 13):
+            remark("are not counted", "")
+            raise ValueError("no")
+        if number % 3 == 0:
+            remark("have a text", row["target"], text=row["target"])
+        return np.full(1 + number % 3, number, np.int32)
+
+    for _ in range(2):
+        made = ragged(source.parts["train"], make, made_by=1, what="a test", shard=6, skip=True)
+        found = {int(made.values[start]): text for start, text in made.texts.items()}
+        assert found == {number: f"no {number}" for number in range(0, 20, 3)}
+        [line] = made.notes
+        assert line.startswith("warning: 7 of 18 rows have a text (first: ")
+        assert line.endswith("row 0: no 0)")
 
 
 @pytest.mark.parametrize("make", [t5, bart])

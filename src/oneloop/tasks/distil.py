@@ -183,14 +183,14 @@ class Distil(SFT):
             self._teach("data", samples)
         return samples
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
         # Divide the samples into spans and records. Rows of ``oneloop predict`` have no records.
         is_packed = isinstance(samples[0], list)
         rows = samples if is_packed else [[sample] for sample in samples]
-        if not isinstance(rows[0][0], tuple) or isinstance(rows[0][0][1], str):
-            return super().collate(samples)
+        if not isinstance(rows[0][0], tuple):
+            return super()._collated(samples)
         spans = [[span for span, _ in row] for row in rows]
-        batch = super().collate(spans if is_packed else [row[0] for row in spans])
+        batch = super()._collated(spans if is_packed else [row[0] for row in spans])
         return batch | collated_records(rows, batch["target"].shape, self.entries)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -125,11 +125,15 @@ class SFT(AnswerRows):
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         if isinstance(samples[0], list):
-            return super().collate(samples)
+            return self._collated(samples)
         # A sample has the text of its answer if the tokens do not give it back.
-        pairs = [sample if isinstance(sample, tuple) else (sample, "") for sample in samples]
+        pairs = [sample if isinstance(sample[-1], str) else (sample, "") for sample in samples]
         tokens, texts = zip(*pairs, strict=True)
-        return {**super().collate([*tokens]), "text": [*texts]}
+        return {**self._collated([*tokens]), "text": [*texts]}
+
+    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return samples without texts as one batch."""
+        return super().collate(samples)
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         while isinstance(sample, tuple):

@@ -189,10 +189,10 @@ class Pieces:
         if not 0 <= index < len(self):
             raise IndexError(index)
         sample = self.spans[index]
+        if self.outputs is not None:
+            sample = (sample, self.outputs[index])
         text = self.spans.kept.get(self.spans.starts[index])
-        if text:
-            sample = (sample, text)
-        return sample if self.outputs is None else (sample, self.outputs[index])
+        return (sample, text) if text else sample
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""

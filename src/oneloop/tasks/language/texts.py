@@ -166,6 +166,10 @@ class InMemory:
     def __iter__(self) -> Iterator[str]:
         return (document.text for document in self.documents)
 
+    def where(self, index: int) -> str:
+        """Return the name of a document."""
+        return self.documents[index].name
+
     def tokens(self, encode: Encode, *, made_by: Any, what: str, ended: bool = True) -> Ragged:
         def tokens_of(document: Document) -> NDArray[np.int32]:
             tokens = encode(document.text)
@@ -181,7 +185,7 @@ class InMemory:
         return Ragged(
             joined,
             np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64),
-            notes=remark_lines(remarks, total, lambda number: self.documents[number].name),
+            notes=remark_lines(remarks, total, self),
         )
 
     def fingerprint(self) -> dict[str, Any] | None:

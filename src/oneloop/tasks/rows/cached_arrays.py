@@ -58,19 +58,19 @@ def remark(subject: str, example: str, *, text: str = "") -> None:
     _remarks.setdefault(subject, (example, text))
 
 
-def remark_lines(remarks: Mapping[str, Any], total: int, where: Callable[[int], str]) -> list[str]:
+def remark_lines(remarks: Mapping[str, Any], total: int, rows: Any) -> list[str]:
     """Return a log line for each subject of remarks.
 
     Args:
         remarks: of each subject, number of rows, and index and example of the first one.
         total: number of all rows.
-        where: from the index of a row to its position.
+        rows: their method ``where`` returns the position of a row.
     """
     lines = []
     for subject, (count, index, example) in remarks.items():
         begin = "warning: " if count >= WARNED * total else ""
         counted = f"{begin}{count:,} of {total:,} rows"
-        lines.append(f"{counted} {subject} (first: {where(index)}: {example})")
+        lines.append(f"{counted} {subject} (first: {rows.where(index)}: {example})")
     return lines
 
 
@@ -137,7 +137,7 @@ def _read(folder: Path, rows: Rows) -> Ragged | None:
         if len(ends) and ends[-1]:  # an empty file cannot be mapped
             values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
         skipped, remarks, texts = json.loads((folder / "rows.json").read_text())
-        notes = remark_lines(remarks, len(ends), rows.where)
+        notes = remark_lines(remarks, len(ends), rows)
         return Ragged(values, ends, skipped, notes, dict(texts))
     except (OSError, ValueError, EOFError):
         return None
