@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from oneloop.tasks.distil import Distil
 from oneloop.tasks.masked_lm import MaskedLM
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.rows.cached_arrays import ragged, remark
@@ -178,6 +179,17 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     pieces = split.eval_sets()["validation"]
     texts = split.collate([pieces[index] for index in range(len(pieces))])["text"]
     assert len(texts) == 16 and [text for text in texts if text] == ["Yes"] * 4
+
+    # A student's samples have records of the teacher, too.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
+    student = Distil(data, model=model, teacher=model, length=16, pack="padded", top_k=4)
+    samples = student.eval_sets()["validation"]
+    counts = [int((samples.spans[index][1:] >= 0).sum()) for index in range(2)]
+    samples.outputs = [np.zeros(count, student._record) for count in counts]
+    batch = student.collate([samples[0], samples[1]])
+    assert batch["text"] == ["", "Yes"] and "teacher" in batch
 
     # Prompts and completions, to predict.
     asked = write(tmp_path / "asked/rows.jsonl", [{"prompt": "say a", "completion": "Yes"}] * 3)

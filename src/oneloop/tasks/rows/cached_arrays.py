@@ -28,7 +28,12 @@ Make = Callable[[Row], NDArray[np.int32]]
 # arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the
 # number of rows, and index and example of the first one; and kept texts after the starts of their
 # arrays
-ShardResult = tuple[list[Any], list[tuple[int, str]], dict[str, Any], list[tuple[int, str]]]
+ShardResult = tuple[
+    list[Any],
+    list[tuple[int, str]],
+    dict[str, Any],
+    list[tuple[int, str]],
+]
 _SHARD = 2000  # rows per task of a worker process
 WARNED = 0.1  # share of rows from which a line about them is a warning
 
