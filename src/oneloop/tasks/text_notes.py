@@ -20,10 +20,13 @@ def cut_notes(count: int, total: int, what: str, overlong: str, *, lost: int = 0
     """
     if not count:
         return []
+    line = f"{count:,} of {total:,} {what} and are {_ACTIONS[overlong]}"
+    if lost and overlong == "cut":
+        line += f"; of {lost:,} the answer loses its end"
     # Text that is split is not lost.
-    begin = "warning: " if overlong != "split" and count >= WARNED * total else ""
-    end = f"; of {lost:,} the answer loses its end" if lost and overlong == "cut" else ""
-    return [f"{begin}{count:,} of {total:,} {what} and are {_ACTIONS[overlong]}{end}"]
+    if overlong != "split" and count >= WARNED * total:
+        line = f"warning: {line}"
+    return [line]
 
 
 def remark_unknown(tokens: list[int], tokenizer: Any) -> None:

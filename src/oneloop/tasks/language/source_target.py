@@ -125,7 +125,10 @@ class SourceTarget:
         if overlong == "drop":
             keep = ~too_long
         if not keep.any():
-            raise ValueError(f"all {len(stops):,} {what}; raise task.length or task.target_length")
+            raise ValueError(
+                f"all {len(stops):,} pairs are longer than {lengths[0]:,} source or "
+                f"{lengths[1]:,} target tokens; raise task.length or task.target_length"
+            )
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
