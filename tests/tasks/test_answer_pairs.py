@@ -4,6 +4,7 @@ padded."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.language.sequences import IGNORE, token_ids
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.reward import Reward
-from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged, make_shard
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
@@ -60,8 +61,7 @@ def pair_of(row: dict[str, Any], *, length: int = 200, overlong: Any = "cut", **
 
 
 def sides_of(pair: Any) -> tuple[Any, Any]:
-    size = max(pair[0], ~pair[0])  # a complement if the pair is cut
-    return pair[2 : 2 + size], pair[2 + size :]
+    return pair[2 : 2 + pair[0]], pair[2 + pair[0] :]
 
 
 def texts_of(side: Any) -> tuple[str, str]:
@@ -217,10 +217,13 @@ def test_answers_are_cut_at_their_ends_or_the_pair_is_dropped():
     length = len(whole) - 5
     chosen, rejected = sides_of(pair_of(row, length=length))
     assert np.array_equal(chosen, whole[: length + 1]) and np.array_equal(rejected, short)
-    lone = pair_of(row, length=length)
-    line = "warning: 1 of 1 pairs are longer than"
-    assert line in PaddedPairs(Ragged(lone, np.array([len(lone)])), length, None).about()
-    assert len(pair_of(row, length=length, overlong="drop")) == 0
+    for overlong in ("cut", "drop"):
+        make = partial(pair_of, length=length, overlong=overlong)
+        [array], _, remarks, _ = make_shard([row], make, range(1))
+        limit = f"task.length ({length + 1} tokens)"
+        subject = f"are longer than {limit}; task.overlong is {overlong}"
+        assert remarks == {subject: [1, 0, f"{len(whole)} tokens"]}
+    assert len(array) == 0
     assert len(pair_of(row, length=length - 1, overlong="drop")) == 0
     fits = pair_of(row, length=len(whole) - 1, overlong="drop")
     assert np.array_equal(fits, pair_of(row))
@@ -436,9 +439,6 @@ def test_dropped_pairs_are_left_out_and_documents_are_numbered():
     ragged, pairs = drawn(40)
     for kind in (PaddedPairs, PackedPairs):
         made = kind(ragged, 20, {"made by": "test"})
-        assert made.dropped == 14
-        line = "warning: 14 of 54 pairs are longer than 21 tokens (20 targets) and are dropped"
-        assert line in made.about()
         assert made.margins.tolist() == [*range(40)]
         assert len(made.documents) == 80
         for number, (chosen, rejected) in enumerate(pairs):

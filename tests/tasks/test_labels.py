@@ -80,13 +80,18 @@ def test_a_class_in_one_form_keeps_its_name_and_number(tmp_path):
         assert task.classes[order] == name and not any("Unicode" in note for note in task.notes)
 
 
+def about_classes(task):
+    [line] = [note for note in task.notes if " classes: " in note]
+    return line
+
+
 def test_a_line_lists_the_classes(tmp_path):
     """Their number, the first ones in order of their numbers, and the column."""
     where = texts(tmp_path / "texts", ["10", "9"])
-    [line] = TextClassification(where, **SMALL).notes
+    line = about_classes(TextClassification(where, **SMALL))
     assert line == f"2 classes: ['9', '10'], from the column 'label' of {where}"
     where = texts(tmp_path / "tags", [f"c{number}" for number in range(8)], tags=True)
-    [line] = TokenClassification(where, **SMALL).notes
+    line = about_classes(TokenClassification(where, **SMALL))
     shown = "['c0', 'c1', 'c2', 'c3', 'c4', 'c5', ...]"
     assert line == f"9 classes: {shown}, from the column 'tags' of {where}"
 
@@ -97,6 +102,6 @@ def test_a_line_lists_the_classes(tmp_path):
         rows = {"text": [f"{name} {n}" for n in range(60)], "label": [0, 1] * 30}
         Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / name)
         both.append({"data": str(tmp_path / name)})
-    [line] = TextClassification(both, **SMALL).notes
+    line = about_classes(TextClassification(both, **SMALL))
     origins = " and ".join(f"the ClassLabel 'label' of {tmp_path / name}" for name in "xy")
     assert line == f"2 classes: ['ham', 'spam'], from {origins}"

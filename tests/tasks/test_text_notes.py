@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from oneloop.tasks.distil import Distil
 from oneloop.tasks.masked_lm import MaskedLM
 from oneloop.tasks.preference import Preference
+from oneloop.tasks.rows.cached_arrays import ragged, remark
 from oneloop.tasks.seq2seq import Seq2Seq
 from oneloop.tasks.sft import SFT
 from oneloop.tasks.text_classification import TextClassification
@@ -120,13 +122,11 @@ def test_generated_texts_are_compared_with_the_targets_of_the_file(tmp_path):
     # The same lines are logged if the tokens come from the cache.
     for _ in range(2):
         task = Seq2Seq(data, **known)  # type: ignore[arg-type]
-        unknown, kept = lines_about(task)
-        line = "2 tokens in 2 of 8 pairs are unknown to the tokenizer ('<unk>')"
-        assert unknown == f"{line}; 2 of these tokens are targets"
-        assert kept == (
-            "4 of 8 targets are not what the tokenizer gives back: '{a}' becomes ''; metrics of "
-            "generated texts compare with the text of the row"
-        )
+        kept, unknown = lines_about(task)
+        begin = "warning: 2 of 8 rows have text that is unknown to the tokenizer (first: "
+        assert unknown.startswith(begin) and unknown.endswith("row 0: 'say 0 </s> <unk>')")
+        begin = "warning: 4 of 8 rows have a target that the tokenizer does not give back (first: "
+        assert kept.startswith(begin) and kept.endswith("row 0: '{a}' becomes '')")
     samples = task.eval_sets()["validation"]
     batch = task.collate([samples[index] for index in range(4)])
     assert exact_matches(task, batch, ["{a}", "Yes", "no", "cat"]) == 1
@@ -159,8 +159,9 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     model = llama(tmp_path / "llama")
     for pack in ("packed", "padded"):
         task = SFT(data, model=model, length=16, pack=pack, text_metrics=["exact_match"])  # type: ignore[arg-type]
-        line = "4 of 8 targets are not what the tokenizer gives back: 'Yes' becomes 'yes'"
-        assert lines_about(task)[0].startswith(line)
+        line = lines_about(task)[0]
+        begin = "warning: 4 of 8 rows have a target that the tokenizer does not give back (first: "
+        assert line.startswith(begin) and line.endswith("row 1: 'Yes' becomes 'yes')")
     samples = task.eval_sets()["validation"]
     batch = task.collate([samples[index] for index in range(4)])
     assert batch["text"] == ["", "Yes", "", "Yes"]
@@ -179,10 +180,47 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     texts = split.collate([pieces[index] for index in range(len(pieces))])["text"]
     assert len(texts) == 16 and [text for text in texts if text] == ["Yes"] * 4
 
+    # A student's samples have records of the teacher, too.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
+    student = Distil(data, model=model, teacher=model, length=16, pack="padded", top_k=4)
+    samples = student.eval_sets()["validation"]
+    counts = [int((samples.spans[index][1:] >= 0).sum()) for index in range(2)]
+    samples.outputs = [np.zeros(count, student._record) for count in counts]
+    batch = student.collate([samples[0], samples[1]])
+    assert batch["text"] == ["", "Yes"] and "teacher" in batch
+
     # Prompts and completions, to predict.
     asked = write(tmp_path / "asked/rows.jsonl", [{"prompt": "say a", "completion": "Yes"}] * 3)
     prompts = task.samples_of(asked, labelled=False)
     assert task.collate([prompts[0]])["text"] == ["Yes"]
+
+
+def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):
+    rows = [{"source": f"say {i % 10}", "target": f"no {i}"} for i in range(20)]
+    data = write(tmp_path / "data/train.jsonl", rows)
+    write(tmp_path / "data/validation.jsonl", rows)
+    task = Seq2Seq(data, model=t5(tmp_path / "t5"))
+    [source] = task._sources(data, 0.05, "stop", "rows")
+
+    # Rows 4 and 13 are left out; each third row keeps its target, and has a longer array.
+    def make(row: dict[str, Any]) -> Any:
+        number = int(row["target"].split()[1])
+        if number in (4, 13):
+            remark("are not counted", "")
+            raise ValueError("no")
+        if number % 3 == 0:
+            remark("have a text", row["target"], text=row["target"])
+        return np.full(1 + number % 3, number, np.int32)
+
+    for _ in range(2):
+        made = ragged(source.parts["train"], make, made_by=1, what="a test", shard=6, skip=True)
+        found = {int(made.values[start]): text for start, text in made.texts.items()}
+        assert found == {number: f"no {number}" for number in range(0, 20, 3)}
+        [line] = made.notes
+        assert line.startswith("warning: 7 of 18 rows have a text (first: ")
+        assert line.endswith("row 0: no 0)")
 
 
 @pytest.mark.parametrize("make", [t5, bart])
@@ -197,7 +235,7 @@ def test_a_target_gets_one_end_token(make, target, tmp_path):
 
 def test_a_target_that_is_only_an_end_token_is_rejected(tmp_path):
     rows = [{"source": f"say {i}", "target": "</s> "} for i in range(9)]
-    with pytest.raises(ValueError, match="the target is only '</s>'; fill it, or remove the row"):
+    with pytest.raises(ValueError, match="the target is empty; fill it, or remove the row"):
         Seq2Seq(write(tmp_path / "data/train.jsonl", rows), model=t5(tmp_path / "t5"))
 
 
@@ -207,31 +245,39 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
     rows = [{"text": text, "label": i % 2, "index": i} for i, text in enumerate(texts)]
     data = write(tmp_path / "data/train.jsonl", rows)
     write(tmp_path / "data/validation.jsonl", rows[:2])
-    unknown = "4 tokens in 4 of 40 texts are unknown to the tokenizer ('[UNK]')"
+    unknown = "warning: 4 of 40 rows have text that is unknown to the tokenizer (first: "
+    near = "the cat [UNK]')"
     left_out = 8 * (2 + 2 + 9 - 8) + 4
     for _ in range(2):
         task = TextClassification(data, model=encoder, length=8)
-        cut = (
-            f"warning: 8 of 40 texts are longer than 8 tokens and are truncated; {left_out} tokens"
-        )
-        assert lines_about(task) == [f"{cut} are left out", unknown]
-    assert lines_about(TextClassification(data, model=encoder, length=64)) == [unknown]
+        limit = f"8 tokens (by {left_out} in all)"
+        cut = f"warning: 8 of 40 texts are longer than {limit} and are truncated"
+        cut_line, line = lines_about(task)
+        assert cut_line == cut
+        assert line.startswith(unknown) and line.endswith(f"row 0: '[CLS] {near}")
+    assert lines_about(TextClassification(data, model=encoder, length=64)) == [line]
     sizes = np.array([len(text.encode()) for text in texts])
     longer = np.maximum(sizes - 40, 0)
-    cut = f"warning: {(longer > 0).sum()} of 40 texts are longer than 40 bytes and are truncated"
-    line = f"{cut}; {longer.sum()} bytes are left out"
-    assert lines_about(TextClassification(data, length=40)) == [line]
+    limit = f"40 bytes (by {longer.sum()} in all)"
+    cut = f"warning: {(longer > 0).sum()} of 40 texts are longer than {limit} and are truncated"
+    assert lines_about(TextClassification(data, length=40)) == [cut]
     for pack in ("concat", "padded"):
         task = MaskedLM(data, model=encoder, block=64, pack=pack)  # type: ignore[arg-type]
-        assert f"{unknown}; 0 of these tokens are targets" in lines_about(task)
+        assert lines_about(task) == [line.replace("[CLS] ", "")]
+    files = tmp_path / "files"
+    files.mkdir()
+    for number, text in enumerate(texts):
+        (files / f"{number}.txt").write_text(text)
+    task = MaskedLM(str(files), model=encoder, block=64)
+    assert any(line.endswith(f"0.txt: '{near}") for line in lines_about(task))
     pairs = [{"anchor": text, "positive": "the mat"} for text in texts]
     data = write(tmp_path / "pairs/train.jsonl", pairs)
     write(tmp_path / "pairs/validation.jsonl", pairs[1:3])
     assert lines_about(TextPairs(data, model=encoder, length=64)) == [
-        unknown.replace("of 40", "of 80")
+        line.replace("data/train", "pairs/train")
     ]
 
-    # Answers: the lines count pairs; their numbers before the tokens are no tokens.
+    # Pairs of answers: the lines count rows, and not sides.
     rows = [
         {"prompt": "say ", "chosen": "yes ☃" if i < 3 else "yes", "rejected": f"no {i % 10}"}
         for i in range(40)
@@ -239,11 +285,12 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
     data = write(tmp_path / "answers/train.jsonl", rows)
     write(tmp_path / "answers/validation.jsonl", rows[:2])
     task = Preference(data, model=llama(tmp_path / "llama"), length=2)
-    line = "3 tokens in 3 of 40 pairs are unknown to the tokenizer ('<unk>')"
-    assert lines_about(task) == [f"{line}; 3 of these tokens are targets"]
-    about = task.train_set().about()
-    cut = "warning: 40 of 40 pairs are longer than 3 tokens (2 targets) and are truncated"
-    assert f"{cut}; of 40 the answer loses its end" in about
+    found = [line.partition(" (first: ")[0] for line in lines_about(task)]
+    assert found[:3] == [
+        "3 of 40 rows have text that is unknown to the tokenizer",
+        "3 of 40 rows have a target that the tokenizer does not give back",
+        "warning: 40 of 40 rows are longer than task.length (3 tokens); task.overlong is cut",
+    ]
 
 
 def test_tags_of_minus_100_are_ignored_and_words_after_the_cut_are_counted(tmp_path):
@@ -316,22 +363,20 @@ def test_tags_of_minus_100_are_no_class_in_other_types(how, tmp_path):
 @pytest.mark.parametrize(("settings", "why"), [
     ({"min_length": 9}, "task.answer 8 lets no generated text end, because generation_config.json"),
     ({"min_new_tokens": 8}, "has min_new_tokens 8; raise task.answer, or lower min_new_tokens"),
-    ({"min_length": 8, "no_repeat_ngram_size": 3}, ""),
+    ({"min_length": 8}, ""),
     ({}, ""),
 ])  # fmt: skip
 def test_a_minimum_above_the_longest_answer_is_rejected(settings, why, tmp_path):
     from transformers import GenerationConfig
 
-    from oneloop.tasks.language.generation import generation_notes
+    from oneloop.tasks.language.generation import check_answer
 
     config = GenerationConfig(**settings)
     if why:
         with pytest.raises(ValueError, match=why):
-            generation_notes(config, 8)
-        return
-    shown = ", ".join(f"{key} {value}" for key, value in settings.items())
-    line = f"generation_config.json of the model changes generated texts: {shown}"
-    assert generation_notes(config, 8) == ([line] if settings else [])
+            check_answer(8, config)
+    else:
+        check_answer(8, config)
 
 
 def test_distinct_rows_and_texts_in_two_splits_are_counted(tmp_path):

@@ -14,7 +14,7 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation, encoded
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.reward import Reward
-from oneloop.tasks.rows.cached_arrays import _make_shard, ragged
+from oneloop.tasks.rows.cached_arrays import make_shard, ragged
 from oneloop.tasks.sft import SFT
 
 pytestmark = pytest.mark.covers(
@@ -88,8 +88,13 @@ def found(jinja: str, messages: Any, tools: Any = None) -> tuple[list[str], dict
     tokenizer = tokenizer_with(CHATML, jinja)
     chat = Chat(tokenizer)
     rows = [conversation(messages)]
-    _, errors, remarks = _make_shard(rows, lambda row: chat.encode(row, tools), range(1))
-    return [why for _, why in errors], {what: example for what, _, example in remarks}
+    _, errors, remarks, _ = make_shard(rows, lambda row: chat.encode(row, tools), range(1))
+    examples = {}
+    for subject, (count, index, example) in remarks.items():
+        assert (count, index) == (1, 0)
+        what = subject.removeprefix("have ").removesuffix(" that the chat template does not write")
+        examples[what] = example
+    return [why for _, why in errors], examples
 
 
 NO_TOOL = template(calls=CALL, tools=TOOLS, only="m['role'] != 'tool'")
@@ -288,7 +293,7 @@ def test_templates_of_trl_write_system_prompts_and_long_conversations(name):
     family = FAMILIES[name]
     chat = Chat(tokenizer_with(family.special, of_trl(family.training), begin=family.begin))
     for messages in ([SYSTEM, *turns("a", "b", "c", "d")], turns("<|x|> ", "a\nb", "a", "a")):
-        _, errors, remarks = _make_shard([messages], chat.encode, range(1))
+        _, errors, remarks, _ = make_shard([messages], chat.encode, range(1))
         assert not errors and not remarks
 
 
@@ -307,30 +312,35 @@ def a_folder(tmp_path: Path, jinja: str, rows: list[Any]) -> dict[str, Any]:
     return {"data": str(data), "model": str(model), "length": 128, "pack": "padded"}
 
 
-def test_a_line_counts_all_rows_also_from_the_cache_and_on_several_processes(tmp_path):
+def test_a_line_counts_the_rows_also_from_the_cache_and_on_several_processes(tmp_path):
     rows = [{"messages": turns(f"q {n}", "a")} for n in range(24)]
     for row in rows[2::5]:  # 5 of the rows to train on, and 1 of those to evaluate
         row["messages"].insert(0, SYSTEM)
     given = a_folder(tmp_path, NO_SYSTEM, rows)
-    expected = (
-        "the chat template does not write content of system messages in 6 rows (first: "
+    line = (
+        "rows have content of system messages that the chat template does not write (first: "
         f"{tmp_path}/data/train.jsonl, row 2: 'speak French')"
     )
+    of_validation = line.replace("train", "validation")
+    expected = [
+        f"train: warning: 5 of 24 {line}",
+        f"validation: warning: 1 of 4 {of_validation}",
+    ]
     for _ in range(2):
         task = SFT(**given)
-        assert [note for note in task.notes if "does not write" in note] == [expected]
+        assert [note for note in task.notes if "does not write" in note] == expected
 
     # Workers of a pool return the same.
     source = task._sources[0].parts["train"]
     encode = task._encode(labelled=True)
-    remarks = ragged(
+    notes = ragged(
         source,
         lambda row: encode(row, task._sources[0].columns, task.tokenizer, task._chat),
         made_by="a test",
         what="a test",
         shard=5,
-    ).remarks
-    assert remarks == {"content of system messages": [5, 2, "'speak French'"]}
+    ).notes
+    assert notes == [f"warning: 5 of 24 {line}"]
 
 
 @pytest.mark.parametrize("kind", ["preference", "reward", "distil"])
@@ -358,7 +368,8 @@ def test_each_task_on_conversations_rejects_and_counts(tmp_path, kind):
     given |= {"data": str(written(tmp_path / "system", rows([SYSTEM, *turns("x")])))}
     (tmp_path / "mine.jinja").write_text(NO_SYSTEM)
     notes = make(**given, chat_template=str(tmp_path / "mine.jinja")).notes
-    assert any("write content of system messages in 10 rows" in note for note in notes)
+    begin = "train: warning: 9 of 9 rows have content of system messages"
+    assert any(note.startswith(begin) for note in notes)
 
 
 def test_predict_rejects_a_prompt_whose_result_is_not_written():

@@ -112,9 +112,9 @@ class CausalLM(RawTexts):
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
-        self._note_texts(name, tokens, "texts")
         content = part.fingerprint()
         if self.pack == "concat":
+            self._note(name, tokens.notes)
             return Blocks(tokens, self.block, whole=name == "train", content=content)
         return self._spanned(tokens, content, name, "split")
 

@@ -171,14 +171,14 @@ class Distil(SFT):
             self._teach("data", samples)
         return samples
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
         # Divide the samples into spans and records. Rows of ``oneloop predict`` have no records.
         is_packed = isinstance(samples[0], list)
         rows = samples if is_packed else [[sample] for sample in samples]
         if not isinstance(rows[0][0], tuple):
-            return super().collate(samples)
+            return super()._collated(samples)
         spans = [[span for span, _ in row] for row in rows]
-        batch = super().collate(spans if is_packed else [row[0] for row in spans])
+        batch = super()._collated(spans if is_packed else [row[0] for row in spans])
         return batch | collated_records(rows, batch["target"].shape, self.entries)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -222,9 +222,6 @@ class Distil(SFT):
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})
         metrics.add_divergence(outputs["apart"].sum(), (batch["target"] != IGNORE).sum())
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        return super().show(sample[0] if isinstance(sample, tuple) else sample, outputs)
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         spans = self._taught[name].spans

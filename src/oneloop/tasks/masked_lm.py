@@ -152,8 +152,8 @@ class MaskedLM(RawTexts):
         )
         if not (tokens.values >= 0).any():
             raise ValueError(f"task.data: no text of the {name} split has a token to predict")
-        self._note_texts(name, tokens, "texts", scale=2)
         if self.pack == "concat":
+            self._note(name, tokens.notes)
             tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
 
         # Cut them; masks are drawn whenever a sample is read.
@@ -162,7 +162,7 @@ class MaskedLM(RawTexts):
         content = part.fingerprint()
         if self.pack == "concat":
             return Pieces(made, content)
-        self._data_notes += [f"{name}: {line}" for line in made.about("split")]
+        self._note(name, made.notes)
         if self.packed and name == "train":
             return Packed(made, content)
         return Padded(made, content)

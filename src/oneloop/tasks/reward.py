@@ -17,7 +17,6 @@ from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices, encoded
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
@@ -47,10 +46,6 @@ class RewardPairs(PaddedPairs):
 
     def __getitem__(self, index: int) -> Any:
         return (*super().__getitem__(index), float(self.margins[index]))
-
-    @property
-    def limit(self) -> str:
-        return f"{self.length:,} tokens"
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -145,7 +140,7 @@ class Reward(PairRows):
         return partial(super()._encode(labelled=True), length=self.length - 1)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["reward, one border, with cut", self.length, self.overlong]
+        return ["reward", self.length, self.overlong]
 
     def bare_model(self) -> nn.Module:
         """Build or load a model with one output, which knows the padding."""
@@ -306,7 +301,7 @@ def _pair_or_answer(
     """
     if columns["chosen"]:
         return encoded_pair(row, columns, tokenizer, chat, length=_ANY_LENGTH)
-    tokens = apart(encoded(row, columns, tokenizer, chat))[0]
+    tokens = encoded(row, columns, tokenizer, chat)
     return np.concatenate([np.array([len(tokens), 0], np.int32), tokens])
 
 

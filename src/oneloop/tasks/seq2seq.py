@@ -16,8 +16,8 @@ from oneloop.tasks.language.encoder_decoder import (
     prepared,
     t5_from_scratch,
 )
-from oneloop.tasks.language.generation import generated_texts, generation_notes
-from oneloop.tasks.language.kept_texts import apart, references
+from oneloop.tasks.language.generation import check_answer, generated_texts
+from oneloop.tasks.language.kept_texts import references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.number_words import NUMBERS, NumberWords
@@ -171,9 +171,8 @@ class Seq2Seq(TokenTargets):
         for one in sources:
             splits = {}
             for split, rows in one.parts.items():
-                splits[split] = self._samples(one, rows, overlong, split)
-                notes = splits[split].notes(overlong)
-                self._data_notes += [f"{split}: {note}" for note in notes]
+                splits[split] = self._samples(one, rows, overlong)
+                self._note(split, splits[split].notes)
             samples.append(splits)
         self._sets = combined(sources, samples)
         self._data_notes = [*notes_of(sources), *self._data_notes]
@@ -224,7 +223,7 @@ class Seq2Seq(TokenTargets):
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(
-        self, source: Source, rows: Any, overlong: Overlong, split: str, *, labelled: bool = True
+        self, source: Source, rows: Any, overlong: Overlong, *, labelled: bool = True
     ) -> SourceTarget:
         """Return the samples of the rows of one split."""
         # The cache key names all that the tokens of a row depend on.
@@ -246,8 +245,6 @@ class Seq2Seq(TokenTargets):
         if left_out:
             content["skipped"] = key_of(left_out)
         ends = self.tokenizer.all_special_ids
-        if labelled:
-            self._note_texts(split, texts, "pairs")
         return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
@@ -260,7 +257,7 @@ class Seq2Seq(TokenTargets):
             Source(data, self.columns), choices, partial(whole, window=self.window)
         )
         # Each row is predicted.
-        return self._samples(source, source.parts["all"], "cut", "all", labelled=labelled)
+        return self._samples(source, source.parts["all"], "cut", labelled=labelled)
 
     def collate(self, samples: list[Pair]) -> dict[str, Tensor]:
         return collated_pairs(samples, padding=self.tokenizer.pad_token_id)
@@ -288,8 +285,7 @@ class Seq2Seq(TokenTargets):
         model = self.adapted_model()
         # The tokens before and after the targets, as transformers shifts them.
         self._start, self._padding = prepared(model, self.name)
-        settings: Any = model.generation_config
-        self.notes = [*self.notes, *generation_notes(settings, self.answer)]
+        check_answer(self.answer, model.generation_config)
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -363,9 +359,8 @@ class Seq2Seq(TokenTargets):
 
     def show(self, sample: Pair, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return source and target, and what the model wrote."""
-        tokens, text = apart(sample[1])
-        source = self._answer(sample[0].tolist())
-        target = text or self._answer(tokens.tolist())
+        source, target = (self._answer(tokens.tolist()) for tokens in sample[:2])
+        target = sample[2] or target
         shown = {"text": source, "target": target}
         if "texts" in outputs:
             shown |= {"prompt": source, "continuation": outputs["texts"]}

@@ -12,7 +12,7 @@ from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
-from oneloop.tasks.language.kept_texts import apart, first_answer, references
+from oneloop.tasks.language.kept_texts import first_answer, references
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
@@ -124,12 +124,20 @@ class SFT(AnswerRows):
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         if isinstance(samples[0], list):
-            return super().collate(samples)
-        tokens, texts = zip(*map(apart, samples), strict=True)
-        return {**super().collate([*tokens]), "text": [*texts]}
+            return self._collated(samples)
+        # A sample has the text of its answer if the tokens do not give it back.
+        pairs = [sample if isinstance(sample[-1], str) else (sample, "") for sample in samples]
+        tokens, texts = zip(*pairs, strict=True)
+        return {**self._collated([*tokens]), "text": [*texts]}
+
+    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return samples without texts as one batch."""
+        return super().collate(samples)
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        return super().show(apart(sample)[0], outputs)
+        while isinstance(sample, tuple):
+            sample = sample[0]
+        return super().show(sample, outputs)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the greedy answer to the tokens before each sample's first target.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
+from oneloop.tasks.text_notes import remark_unknown
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 from oneloop.tasks.unread_masks import leave_masks_unread
 
@@ -152,6 +153,8 @@ class ByteReader:
     ``notes``: lines for the log.
     """
 
+    tokenizer = None
+
     def __init__(self, shape: EncoderShape) -> None:
         shape.check_heads()
         self.shape = shape
@@ -281,6 +284,7 @@ class TokenReader:
         encoding = self.tokenizer(
             *texts, truncation=True, max_length=self.length, return_attention_mask=False, **how
         )
+        remark_unknown(encoding["input_ids"], self.tokenizer)
         if not encoding["input_ids"]:
             raise ValueError("the text has no tokens; remove the row")
         if len(encoding["input_ids"]) > self.length:

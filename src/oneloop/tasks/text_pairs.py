@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -162,9 +162,6 @@ class TextPairs(TextRows):
         if self.mask_duplicates:
             return [f"{found} are not negatives of each other"]
         return [f"{found} are negatives of each other: --task.mask_duplicates true prevents this"]
-
-    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
-        return [[columns[key]] for key in self.columns]
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)

@@ -30,9 +30,9 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 from oneloop.tasks.rows.remote_checks import is_remote
-from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.rows.rows import FINDINGS, Row
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
-from oneloop.tasks.text_notes import cut_notes, unknown_notes, unknown_token
+from oneloop.tasks.text_notes import cut_notes
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "layers": "model=bytes",
@@ -42,6 +42,8 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "pretrained": "model!=bytes",
     "trust_remote_code": "model!=bytes",
 }
+
+_ANY_LENGTH = 1 << 30
 
 
 class TextRows(SplitSets):
@@ -119,15 +121,11 @@ class TextRows(SplitSets):
                 # In a mixture, another source may train a class.
                 one = isinstance(data, str) and self.predicts_classes
                 label = self.target if one else ""
-                sources.append(
-                    opened(
-                        source, held_out=held_out, window=window, check=self._choose, label=label
-                    )
-                )
+                sources.append(opened(source, held_out=held_out, window=window, label=label))
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
-        remarks = [line for source in sources for line in self._remarks(source)]
-        self.notes = self._data_notes = [*notes_of(sources), *self.reader.about, *remarks]
+        lines = [line for source in sources for line in self._text_notes(source)]
+        self.notes = self._data_notes = [*notes_of(sources), *self.reader.about, *lines]
         self.skipped_rows = skipped_rows(sources)
 
     def _reader(self, name: str, shape: EncoderShape, **options: Any) -> ByteReader | TokenReader:
@@ -141,46 +139,36 @@ class TextRows(SplitSets):
             numbers = dict.fromkeys((source.name for source in sources), int)
         return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))
 
-    def _choose(self, sources: Sequence[Source]) -> None:
-        """Choose the rows to leave out, before the data are split."""
-
     def _check(self, sources: Sequence[Source]) -> None:
         check_texts(sources, "text")
         check_texts(sources, "second")
 
-    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
-        """Return the columns of the texts; those of a list are encoded together."""
-        return [[columns[key] for key in ("text", "second") if columns[key]]]
-
-    def _remarks(self, source: Source) -> Iterator[str]:
+    def _text_notes(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""
-        tokenizer = getattr(self.reader, "tokenizer", None)
+        tokenizer = self.reader.tokenizer
         unit = "bytes" if tokenizer is None else "tokens"
-        whole_reader = deepcopy(self.reader)  # a tokenizer keeps the length
-        whole_reader.length = 1 << 30
-        texts = self._texts(source.columns)
+        reader = deepcopy(self.reader)  # a tokenizer keeps its limit
+        reader.length = _ANY_LENGTH
+        names = [name for key, name in source.columns.items() if name and key != self.target]
+        # The two texts of a pair are encoded together.
+        texts = [names] if "second" in self.columns else [[name] for name in names]
         for split, rows in source.parts.items():
-            if is_remote(rows):
-                continue  # they are not all read before a run
+            # Remote rows are not all read before a run. ``oneloop check`` keeps missing values.
+            if is_remote(rows) or FINDINGS.get() is not None:
+                continue
             made = ragged(
                 rows,
-                partial(_measured, whole_reader, texts),
+                partial(_sizes, reader, texts),
                 made_by=["sizes", tokenizer and tokenizer_key(tokenizer), texts],
                 what="measuring the texts",
                 skip=True,
                 empty=True,
             )
-            sizes, unknown = made.values.reshape(-1, 2).T
-            longer = np.maximum(sizes - self.reader.length, 0)
-            lines = cut_notes(
-                int((longer > 0).sum()),
-                len(longer),
-                f"texts are longer than {self.reader.length:,} {unit}",
-                "truncated",
-                lost=longer.sum(),
-                loses=f"{{:,}} {unit} are left out",
-            )
-            for line in lines + unknown_notes(unknown, tokenizer, "texts"):
+            longer = np.maximum(made.values - self.reader.length, 0)
+            size = f"{self.reader.length:,} {unit} (by {longer.sum():,} in all)"
+            what = f"texts are longer than {size}"
+            lines = cut_notes(int((longer > 0).sum()), len(longer), what, "cut")
+            for line in [*lines, *made.notes]:
                 yield f"{split}: {line}"
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
@@ -211,7 +199,7 @@ class TextRows(SplitSets):
             columns[self.target] = ""
         source = whole(Source(data, columns), window=self.window)
         samples = self._samples([source], labelled=labelled)["all"]
-        samples.warning = "; ".join(self._remarks(source))
+        samples.warning = "; ".join(self._text_notes(source))
         return samples
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -224,24 +212,16 @@ class TextRows(SplitSets):
         self.reader.save(model, folder)
 
 
-def _measured(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.int32]:
-    """Return the number of tokens of each text of a row, and of those that are unknown.
-
-    Raise ValueError if a value is missing.
-    """
-    unknown = unknown_token(getattr(reader, "tokenizer", None))
+def _sizes(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.int32]:
+    """Return the number of tokens or bytes of each text of a row."""
     sizes = list[int]()
     for names in texts:
         values = [row[name] for name in names]
-        is_words = isinstance(values[0], list)
-        if None in (values[0] if is_words else values):
-            raise ValueError(f"no value in {names}")
-        if is_words:
-            sample = reader.encode_words(*values)[0]
-        else:
-            sample = reader.encode(*values)
-        tokens = sample["input_ids"] if isinstance(sample, dict) else sample.tolist()
-        sizes += [len(tokens), tokens.count(unknown)]
+        if isinstance(values[0], list):
+            sizes.append(reader.encode_words(*values)[2])
+            continue
+        sample = reader.encode(*values)
+        sizes.append(len(sample["input_ids"] if isinstance(sample, dict) else sample))
     return np.array(sizes, np.int32)
 
 

@@ -1,8 +1,7 @@
 """Token classification (names, parts of speech): predict a class for each word."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.columns import UNTAGGED, check_words, columns_of
+from oneloop.tasks.columns import UNTAGGED, check_words, columns_of, values_of
 from oneloop.tasks.columns_together import check_together
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
-from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.rows.rows import Row, without
 from oneloop.tasks.text_rows import TextRows
 
 _UNTAGGED = -1  # class of a word whose tag is -100
@@ -53,16 +52,11 @@ class TokenClassification(TextRows):
 
     def _check(self, sources: Sequence[Source]) -> None:
         check_words(sources, "tokens")
-        if sources[0].columns["tags"]:
-            check_together(sources, ["tokens", "tags"], _unequal)
-
-    def _choose(self, sources: Sequence[Source]) -> None:
         for source, split, rows, column in columns_of(sources, "tags"):
             if not is_remote(rows):
-                _leave_out_untagged(source, split, rows, column)
-
-    def _texts(self, columns: Mapping[str, str]) -> list[list[str]]:
-        return [[columns["tokens"]]]
+                source.parts[split] = _with_tags(source, rows, column)
+        if sources[0].columns["tags"]:
+            check_together(sources, ["tokens", "tags"], _unequal)
 
     def _sample(
         self, source: Source, number: Callable[[Any], int]
@@ -140,26 +134,18 @@ def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
     return f"{len(words)} words and {len(tags)} tags; each word needs one"
 
 
-def _leave_out_untagged(source: Source, split: str, rows: Any, column: str) -> None:
-    """Leave out rows without a tag other than -100: their loss would be a sum of nothing.
-
-    Args:
-        source: its ``unusable`` gets these rows.
-        split: name of the split.
-        rows: its rows.
-        column: column of the tags.
-    """
+def _with_tags(source: Source, rows: Any, column: str) -> Any:
+    """Return rows without those that have only tags of -100: their loss would sum nothing."""
     out = []
-    tags = chain.from_iterable(array.to_pylist() for array in rows.values(column))
-    for index, row in enumerate(tags):
+    for index, row in enumerate(values_of(rows, column)):
         if isinstance(row, list) and row and all(tag in UNTAGGED for tag in row):
             out.append(index)
     if out:
-        source.unusable[split] = np.array(out)
         source.notes.append(
             f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "
             f"first: {rows.where(out[0])}"
         )
+    return without(rows, np.array(out))
 
 
 def _encoded(

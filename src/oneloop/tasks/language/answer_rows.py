@@ -71,9 +71,7 @@ class AnswerRows(LanguageModel):
         "held_out": "data!=lessons",
         "split_by": "data!=lessons",
     }
-    rows_are = "texts"
     lessons: Any = SyntheticChats  # class of the packaged rows
-    head_numbers = 0  # before the tokens of a row
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
     _ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
     kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
@@ -118,7 +116,6 @@ class AnswerRows(LanguageModel):
         self.end = self.tokenizer.eos_token_id
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
-        self._unwritten: dict[str, Any] = {}
         self._sources = self._opened(data, held_out, unreadable, split_by)
 
     def _new_tokenizer(self, vocab: int) -> Any:
@@ -132,15 +129,8 @@ class AnswerRows(LanguageModel):
             texts.append(
                 {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             )
-            for split, (tokens, _) in texts[-1].items():
-                self._note_texts(split, tokens, self.rows_are, head=self.head_numbers)
         self._data_notes += notes_of(self._sources)
         self.skipped_rows = skipped_rows(self._sources)
-        counts = [
-            f"{what} in {n:,} rows (first: {row})" for what, (n, row) in self._unwritten.items()
-        ]
-        if counts:
-            self._data_notes.append(f"the chat template does not write {'; '.join(counts)}")
         return texts
 
     def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
@@ -224,20 +214,11 @@ class AnswerRows(LanguageModel):
         # Do not skip rows of ``oneloop predict``: each row needs its answer.
         skip = source.skipped is not None and source.parts.keys() != {"all"}
         texts = ragged(
-            rows,
-            encode,
-            made_by=[*cache_key, "kept texts"],
-            what=f"tokenizing {source.where}",
-            skip=skip,
+            rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
         )
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:
             content["skipped"] = key_of(left_out)
-
-        # Count the texts that the template does not write.
-        for subject, (count, index, example) in texts.remarks.items():
-            first = f"{rows.where(index)}: {example}"
-            self._unwritten.setdefault(subject, [0, first])[0] += count
         return texts, content
 
     def _new_rows(self, data: str, *, labelled: bool) -> tuple[Ragged, Any]:

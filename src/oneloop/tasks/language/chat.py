@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.completions import first_ending_after, first_starting_at, with_offsets
-from oneloop.tasks.language.kept_texts import with_text
+from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.tool_calls import CallForm, call_form
 from oneloop.tasks.language.unwritten_texts import check_written
 
@@ -142,8 +142,6 @@ class Chat:
     ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
-        The text of the first answer precedes them if they do not give it back.
-
         Args:
             messages: messages with role and content, in transformers' format.
             tools: JSON schemas for the template.
@@ -174,7 +172,9 @@ class Chat:
             trained[first : self._end_of_turn(tokens, first, last)] = True
         array = np.array(tokens, dtype=np.int32)
         array = np.where(trained, array, ~array)
-        return with_text(array, text[slice(*spans[0])], self.tokenizer) if spans else array
+        for span in spans[:1]:
+            keep_text(array.tolist(), text[slice(*span)], self.tokenizer)
+        return array
 
     def _rendered(
         self,

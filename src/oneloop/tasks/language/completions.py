@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.kept_texts import BYTE, with_text
+from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief
 from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.text_notes import remark_unknown
 
 _INSPECTED = 100  # number of texts
 
@@ -18,14 +19,15 @@ _INSPECTED = 100  # number of texts
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
     """Return the tokens of a prompt (as complements) and its completion, with the end token.
 
-    The completion's text precedes them if they do not give it back. A token that spans both is
-    trained. Raise ValueError if the tokenizer has no end token, or no token ends within the prompt.
+    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or no
+    token ends within the prompt.
     """
     end = end_of(tokenizer)
     tokens, offsets = tokenized(tokenizer, prompt + completion)
     array = np.array([*tokens, end], dtype=np.int32)
     marked = _marked(array, first_ending_after(offsets, len(prompt)))
-    return with_text(marked, completion, tokenizer)
+    keep_text(marked.tolist(), completion, tokenizer)
+    return marked
 
 
 def with_one_border(
@@ -111,6 +113,7 @@ def with_offsets(tokenizer: Any, text: str, **options: bool) -> tuple[list[int],
     """Return the tokens of a text and their character offsets, shape (tokens, 2)."""
     encoding = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
     offsets = np.array(encoding["offset_mapping"], dtype=np.int64)
+    remark_unknown(encoding["input_ids"], tokenizer)
     return list(encoding["input_ids"]), offsets.reshape(-1, 2)
 
 
@@ -141,7 +144,7 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
     for token in reversed(texts.values[:stop].tolist()):
         if token in special and not inside:
             ends.add(token)
-        if token < 0 or token >= BYTE:
+        if token < 0:
             inside = False
         elif not inside:
             inside = token in special or not tokenizer.decode([token]).isspace()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from oneloop.basics.generation import TEXTS, TIES, all_done
 
 _ROUNDING = 64  # a near tie: the two largest logits differ by less than so many units of rounding
-# parts of the names of the settings of transformers that change a text without sampling
-_CHANGING = ("min_length", "min_new", "ngram", "penalty", "suppress", "forced", "bad_words", "bias")
 _CHECK_EVERY = 8  # tokens after which generation ends if all rows have ended (a host sync)
 
 Choose = Callable[[Tensor], Tensor]  # (rows, entries) logits -> (rows,) tokens
@@ -155,31 +153,19 @@ def answered(
     return {"written": answers, TEXTS: texts, TIES: ties.found}
 
 
-def generation_notes(config: Any, count: int) -> list[str]:
-    """Return a line about the settings of a model that change each generated text.
+def check_answer(count: int, config: Any) -> None:
+    """Raise ValueError if a model lets no generated text end within ``count`` tokens.
 
-    Args:
-        config: generation_config of a model of transformers.
-        count: most tokens of a text.
-
-    Raises:
-        ValueError: the settings let no text end within ``count`` tokens.
+    ``config``: its generation_config.
     """
     # A text begins with a token that min_length counts, and min_new_tokens does not.
-    for key, begin in (("min_length", 0), ("min_new_tokens", 1)):
+    for key, most in (("min_length", count), ("min_new_tokens", count - 1)):
         least = getattr(config, key, None)
-        if least and least + begin > count:
+        if least and least > most:
             raise ValueError(
                 f"task.answer {count} lets no generated text end, because generation_config.json "
                 f"of the model has {key} {least}; raise task.answer, or lower {key} in that file"
             )
-    found = []
-    for key, value in config.to_diff_dict().items():
-        if any(part in key for part in _CHANGING):
-            found.append(f"{key} {value}")
-    if not found:
-        return []
-    return [f"generation_config.json of the model changes generated texts: {', '.join(found)}"]
 
 
 def generated_texts(

@@ -165,7 +165,7 @@ class LanguageModel(TokenTargets):
     ) -> Padded | Packed:
         """Return the samples of one split; only training samples are packed."""
         samples = spans(texts, self.shape.length, overlong)
-        self._data_notes += [f"{split}: {line}" for line in samples.about(overlong)]
+        self._note(split, samples.notes)
         if self.packed and split == "train":
             return Packed(samples, content)
         return Padded(samples, content)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.tokens import tokenizer_key
+from oneloop.tasks.text_notes import remark_unknown
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class MaskedTokens:
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return a separator and the tokens of a text, as they are stored."""
         encoding = self.model(text, add_special_tokens=False, verbose=False)
+        remark_unknown(encoding["input_ids"], self.model)
         ids = np.array([self.separator, *encoding["input_ids"]], dtype=np.int32)
         words = np.array([-1 if word is None else word for word in encoding.word_ids()])
         stored = 2 * ids

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.pair_samples import HEAD, PackedPairs, PaddedPairs, Pairs
+from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
 from oneloop.tasks.language.wrong_answers import PairedChats
@@ -28,10 +28,8 @@ class PairRows(AnswerRows):
     """
 
     unit = "samples"
-    rows_are = "pairs"
     lessons = PairedChats
     padded = PaddedPairs  # class of samples that are not packed
-    head_numbers = HEAD
     kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
 
     def __init__(
@@ -52,6 +50,7 @@ class PairRows(AnswerRows):
         for source, splits in zip(self._sources, self._encoded_sources(), strict=True):
             made = {}
             for split, (pairs, content) in splits.items():
+                self._note(split, pairs.notes)
                 made[split] = self._samples(pairs, content, split)
                 name = split if len(self._sources) == 1 else f"{split}/{source.name}"
                 self.pairs[name] = made[split]
@@ -82,7 +81,7 @@ class PairRows(AnswerRows):
         return partial(encoded_pair, length=self.length, overlong=self.overlong)
 
     def _encode_key(self) -> Sequence[Any]:
-        return ["one border, with cut", self.length, self.overlong]
+        return ["pair, one border", self.length, self.overlong]
 
     def _preview(self, pairs: Pairs) -> str:
         """Return a log line with the texts of a pair."""

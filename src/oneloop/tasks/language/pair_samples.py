@@ -15,14 +15,13 @@ from torch import Tensor
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
-from oneloop.tasks.language.documents import Documents, token_ids
-from oneloop.tasks.language.sequences import collated
+from oneloop.tasks.language.documents import Documents
+from oneloop.tasks.language.sequences import collated, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.text_notes import cut_notes, targets
 
 RECORD = np.dtype([("logp", "<f8")])
 """what is stored of a position: the log-probability of the next token, in nats"""
-HEAD = 2  # numbers before the tokens of a pair
+_HEAD = 2  # numbers before the tokens of a pair
 
 
 class Pairs:
@@ -37,17 +36,10 @@ class Pairs:
         ValueError: no pair is left.
     """
 
-    @property
-    def limit(self) -> str:
-        """The maximum length of a side, as text."""
-        return targets(self.length)
-
     def __init__(self, pairs: Ragged, length: int, content: dict[str, Any] | None) -> None:
         # Leave out the pairs that were dropped, which are empty arrays.
-        stops = np.asarray(pairs.ends, dtype=np.int64)
-        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        starts, stops = ranges(pairs)
         kept = np.flatnonzero(stops > starts)
-        self.dropped = len(stops) - len(kept)
         if not len(kept):
             raise ValueError(
                 f"all {len(stops):,} pairs are longer than {length:,} tokens; raise task.length, "
@@ -56,12 +48,9 @@ class Pairs:
         starts = starts[kept]
         stops = stops[kept]
 
-        # A pair begins with the length of its chosen side (its complement if the pair is cut), and
-        # with the bits of its margin.
-        begin = starts + HEAD
-        sizes = pairs.values[starts]
-        self.cut = int((sizes < 0).sum())
-        middle = begin + token_ids(sizes)
+        # A pair begins with the length of its chosen side, and the bits of its margin.
+        begin = starts + _HEAD
+        middle = begin + pairs.values[starts]
         self.margins = np.ascontiguousarray(pairs.values[starts + 1]).view(np.float32)
         self.documents = Documents(
             pairs.values,
@@ -106,15 +95,7 @@ class Pairs:
     def about(self) -> str:
         """Return a log line about the pairs."""
         lengths = self.pair_lengths
-        line = f"{len(lengths):,} pairs of {lengths.mean():.0f} tokens on average"
-        notes = cut_notes(
-            self.dropped or self.cut,
-            len(lengths) + self.dropped,
-            f"pairs are longer than {self.limit}",
-            "dropped" if self.dropped else "truncated",
-            lost=self.cut,
-        )
-        return "; ".join([line, *notes])
+        return f"{len(lengths):,} pairs of {lengths.mean():.0f} tokens on average"
 
 
 class PaddedPairs(Pairs):

@@ -1,10 +1,9 @@
 """Rows as pairs of answers to one prompt: as tokens, in TRL's column layouts.
 
-A pair is one array: the number of tokens of the chosen side (its complement if an answer is cut),
-the bits of the margin (float32), the tokens of the chosen side, and those of the rejected side.
-Each side is a prompt, as complements (:mod:`oneloop.tasks.language.sequences`), and an answer. In
-texts, both answers begin at the same token
-(:func:`oneloop.tasks.language.completions.with_one_border`).
+A pair is one array: the number of tokens of the chosen side, the bits of the margin (float32), the
+tokens of the chosen side, and those of the rejected side. Each side is a prompt, as complements
+(:mod:`oneloop.tasks.language.sequences`), and an answer. In texts, both answers begin at the same
+token (:func:`oneloop.tasks.language.completions.with_one_border`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,8 @@ from oneloop.tasks.language.conversations import (
     is_text,
 )
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.kept_texts import apart
 from oneloop.tasks.language.messages_as_json import brief, is_missing
+from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.remote_checks import is_finite
 from oneloop.tasks.rows.rows import Row
 
@@ -68,19 +67,21 @@ def encoded_pair(
             tokens = encoded(completed, {**columns, **_COMPLETION}, tokenizer, chat)
         except ValueError as error:
             raise ValueError(f"{side}: {error}") from error
-        sides.append(apart(tokens)[0])
+        sides.append(tokens)
     if is_text(prompt):
         sides = with_one_border(tokenizer, prompt, sides)
 
     # Drop a pair that is too long, or cut the ends of its answers.
-    long = max(map(len, sides)) > length + 1
-    if long and overlong == "drop":
-        return np.zeros(0, np.int32)
+    longest = max(map(len, sides))
+    if longest > length + 1:
+        limit = f"task.length ({length + 1:,} tokens)"
+        remark(f"are longer than {limit}; task.overlong is {overlong}", f"{longest:,} tokens")
+        if overlong == "drop":
+            return np.zeros(0, np.int32)
     cut = [tokens[: length + 1] for tokens in sides]
     _check_cut(sides, cut, length)
     margin = np.array([_margin(row, columns)], np.float32)
-    size = ~len(cut[0]) if long else len(cut[0])
-    head = np.array([size, *margin.view(np.int32)], np.int32)
+    head = np.array([len(cut[0]), *margin.view(np.int32)], np.int32)
     return np.concatenate([head, *cut])
 
 

@@ -4,8 +4,8 @@ A token that is not a target (of a prompt) is stored as its bitwise complement, 
 holds both kinds.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -17,14 +17,12 @@ from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
-from oneloop.tasks.language.kept_texts import ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.text_notes import cut_notes, targets
+from oneloop.tasks.text_notes import cut_notes
 
 IGNORE = -100  # ignored target
 
 Overlong = Literal["cut", "split", "drop"]
-_ACTIONS = {"cut": "truncated", "split": "split into several", "drop": "dropped"}
 
 
 def _same(span: NDArray[np.int32]) -> Any:
@@ -40,17 +38,12 @@ class Spans:
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
-    begins: NDArray[np.int64]  # starts of the samples with the kept texts of their answers
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
     cut: NDArray[np.bool_]  # whether the text of each sample continues after it
 
-    # for the log
-    overlong: int  # number of texts that were cut, split or dropped
-    without: int  # number of samples without a target, which are dropped
-    whole: int  # number of texts
-
-    lost: int = 0  # number of texts that lose the end of an answer
+    notes: Sequence[str] = ()  # log lines about the texts
+    kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by start
     special: int = 0  # number of special tokens that ``draw`` adds to each sample
     draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
 
@@ -64,19 +57,6 @@ class Spans:
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample."""
         return np.asarray(self.stops - self.starts - 1 + self.special)
-
-    def with_text(self, index: int) -> Any:
-        """Return a sample after the kept text of its answer (see ``kept_texts``)."""
-        return self.draw(self.tokens[self.begins[index] : self.stops[index]])
-
-    def about(self, overlong: Overlong) -> list[str]:
-        """Return log lines about texts that are too long or have no target."""
-        limit = targets(self.length) if self.draw is _same else f"{self.length:,} tokens"
-        what = f"texts are longer than {limit}"
-        lines = cut_notes(self.overlong, self.whole, what, _ACTIONS[overlong], lost=self.lost)
-        if self.without:
-            lines.append(f"{self.without:,} samples have no token to train on and are dropped")
-        return lines
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -> Spans:
@@ -93,16 +73,20 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     """
     most = length
     length -= special
-    begins, starts, stops = ranges(texts)
+    starts, stops = ranges(texts)
     ends = stops
-    firsts = starts
     text = np.arange(len(stops))
     long = stops - starts > length + 1
-    lost = 0
+    cut = np.minimum(stops, starts + length + 1)
+    lost = int((_targets(texts.values, cut - 1, stops) > 0).sum())
     if overlong == "cut":
-        stops = np.minimum(stops, starts + length + 1)
-        lost = int((_targets(texts.values, stops - 1, ends) > 0).sum())
+        stops = cut
     elif overlong == "drop":
+        if long.all():
+            raise ValueError(
+                f"all {len(long):,} texts are longer than {most:,} tokens; increase the length, or "
+                "truncate them"
+            )
         starts = starts[~long]
         stops = stops[~long]
         text = text[~long]
@@ -116,44 +100,45 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
 
     # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
-    made = Spans(
+    if not keep.any():
+        raise ValueError(_why_empty(texts, most))
+
+    # The first token of a text is no target.
+    limit = f"{most:,} tokens" if special else f"{most + 1:,} tokens ({most:,} targets)"
+    what = f"texts are longer than {limit}"
+    lines = cut_notes(long.sum(), len(long), what, overlong, lost=lost)
+    if not keep.all():
+        lines.append(f"{(~keep).sum():,} samples have no token to train on and are dropped")
+    return Spans(
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
-        begins=np.where(starts == firsts[text], begins[text], starts)[keep],
         length=most,
         texts=text[keep],
         cut=stops[keep] < ends[text[keep]],
-        overlong=long.sum(),
-        without=(~keep).sum(),
-        whole=len(long),
-        lost=lost,
+        notes=[*texts.notes, *lines],
+        kept=texts.texts,
         special=special,
     )
-    if not len(made):
-        raise ValueError(_why_empty(texts, made, overlong))
-    return made
 
 
-def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
+def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the start and the stop of each text in ``texts.values``."""
+    stops = np.asarray(texts.ends, dtype=np.int64)
+    return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
+
+
+def _why_empty(texts: Ragged, length: int) -> str:
     """Return the error message if no sample is left."""
-    # Find the positions of all targets within their texts; kept texts are before them.
-    _, starts, stops = ranges(texts)
+    total = f"{len(texts.ends):,} texts"
+    # Find the positions of all targets within their texts.
+    starts, stops = ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     trained -= starts[np.searchsorted(stops, trained, side="right")]
-    trained = trained[trained >= 0]
     if not len(trained):
-        return (
-            f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
-            "completion"
-        )
-    if overlong == "drop" and made.overlong == made.whole:
-        return (
-            f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
-            "length, or truncate them"
-        )
+        return f"none of {total} has a token to train on: no assistant message, no completion"
     return (
-        f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens; "
+        f"none of {total} has a token to train on within {length:,} tokens; "
         f"the first one is token {trained.min():,}: raise the length"
     )
 
@@ -203,8 +188,11 @@ class Pieces:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        sample = self.spans.with_text(index)
-        return sample if self.outputs is None else (sample, self.outputs[index])
+        sample = self.spans[index]
+        if self.outputs is not None:
+            sample = (sample, self.outputs[index])
+        text = self.spans.kept.get(self.spans.starts[index])
+        return (sample, text) if text else sample
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""
@@ -265,19 +253,16 @@ class Prompts(Padded):
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         """Use these texts, with at most ``length`` input tokens each."""
-        begins, starts, stops = ranges(texts)
+        starts, stops = ranges(texts)
         cut = int((stops - starts > length + 1).sum())
         prompts = Spans(
             tokens=texts.values,
             starts=starts,
             stops=stops,
-            begins=begins,
             length=length,
             texts=np.arange(len(stops)),
             cut=np.zeros(len(stops), dtype=bool),
-            overlong=cut,
-            without=0,
-            whole=len(stops),
+            kept=texts.texts,
         )
         super().__init__(prompts, content)
         self.warning = ""
@@ -287,11 +272,11 @@ class Prompts(Padded):
                 "of each prompt is used, without metrics"
             )
 
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
-        tokens: NDArray[np.int32] = self.spans[index]
+    def __getitem__(self, index: int) -> Any:
+        tokens = self.spans[index]
         length = self.spans.length
         if len(tokens) <= length + 1:
-            return np.asarray(super().__getitem__(index))
+            return super().__getitem__(index)
         # Keep the end of the prompt, without the answer; ~0 stands for the token that is no input.
         targets = np.flatnonzero(tokens >= 0)
         end = targets[0] if len(targets) else -1

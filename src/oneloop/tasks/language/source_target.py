@@ -13,15 +13,16 @@ from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
-from oneloop.tasks.language.kept_texts import apart, ranges, with_text
+from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import IGNORE, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.text_notes import cut_notes
+from oneloop.tasks.text_notes import cut_notes, remark_unknown
 
 Overlong = Literal["cut", "drop"]
-Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
+Pair = tuple[NDArray[np.int32], NDArray[np.int32], str]
+"""tokens of source and target, and the text of the target if its tokens do not give it back"""
 
 
 def texts_in(rows: Any, columns: Mapping[str, str]) -> Iterator[str]:
@@ -57,36 +58,26 @@ def encoded_pair(
     inputs = tokenizer(prefix + source, verbose=False)["input_ids"]
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
-    target = ""
     labels = list[int]()
     if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
-        target = _without_end(_text(row, columns["target"], "target"), tokenizer)
+        target = _text(row, columns["target"], "target", end=tokenizer.eos_token)
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-    tokens = np.array([*(~token for token in inputs), *labels], dtype=np.int32)
-    return with_text(tokens, target, tokenizer)
+        keep_text(labels, target, tokenizer)
+    remark_unknown([*inputs, *labels], tokenizer)
+    return np.array([*(~token for token in inputs), *labels], dtype=np.int32)
 
 
-def _without_end(text: str, tokenizer: Any) -> str:
-    """Return a text without end tokens at its end, which blanks may follow.
-
-    Raise ValueError if nothing is left.
-    """
-    end = tokenizer.eos_token
-    while text.rstrip().endswith(end):
-        text = text.rstrip().removesuffix(end)
-    if not text.strip():
-        raise ValueError(f"the target is only {end!r}; fill it, or remove the row")
-    return text
-
-
-def _text(row: Row, column: str, key: str) -> str:
-    """Return a text that is not empty. Raise ValueError."""
+def _text(row: Row, column: str, key: str, *, end: str = "") -> str:
+    """Return a text that is not empty, without ``end`` at its end. Raise ValueError."""
     value = row[column]
     if not isinstance(value, str):
         raise ValueError(f"the {key} is {brief(value)}; task.{key} must name texts")
+    # Blanks may follow.
+    while end and value.rstrip().endswith(end):
+        value = value.rstrip().removesuffix(end)
     if not value.strip():
         raise ValueError(f"the {key} is empty; fill it, or remove the row")
     return value
@@ -116,30 +107,31 @@ class SourceTarget:
         content: dict[str, Any] | None,
     ) -> None:
         self.content = content
-        self._special = ends
+        self._ends = ends
         self._values = texts.values
+        self._texts = texts.texts
         self._limits = lengths
 
         # Find where each source and each target ends.
-        begins, starts, stops = ranges(texts)
+        starts, stops = ranges(texts)
         middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         is_cut = stops - middles > lengths[1]
         too_long = (middles - starts > lengths[0]) | is_cut
-        self.overlong = int(too_long.sum())
-        self._lost = int(is_cut.sum())
-        self.whole = len(stops)
+        what = f"pairs are longer than {lengths[0]:,} source or {lengths[1]:,} target tokens"
+        count = int(too_long.sum())
+        lines = cut_notes(count, len(stops), what, overlong, lost=int(is_cut.sum()))
+        self.notes = [*texts.notes, *lines]
         keep = np.ones(len(stops), dtype=bool)
         if overlong == "drop":
             keep = ~too_long
         if not keep.any():
             raise ValueError(
-                f"all {self.whole:,} pairs are longer than {lengths[0]:,} source or "
+                f"all {len(stops):,} pairs are longer than {lengths[0]:,} source or "
                 f"{lengths[1]:,} target tokens; raise task.length or task.target_length"
             )
         self._starts = starts[keep]
         self._middles = middles[keep]
         self._stops = stops[keep]
-        self._begins = begins[keep]
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -150,16 +142,14 @@ class SourceTarget:
         middle = self._middles[index]
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
-        target = self._cut(target, self._limits[1])
-        # The text of a target precedes its tokens if they do not give it back.
-        text = self._values[self._begins[index] : self._starts[index]]
-        return self._cut(source, self._limits[0]), np.append(text, target)
+        text = self._texts.get(self._starts[index], "")
+        return self._cut(source, self._limits[0]), self._cut(target, self._limits[1]), text
 
     def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
         """Return at most ``limit`` tokens; one that ends the text stays."""
         if len(tokens) <= limit:
             return tokens
-        if int(tokens[-1]) not in self._special:
+        if int(tokens[-1]) not in self._ends:
             return tokens[:limit]
         return np.append(tokens[: limit - 1], tokens[-1])
 
@@ -194,8 +184,8 @@ class SourceTarget:
 
     @property
     def warning(self) -> str:
-        """A line for the user if texts are too long for the model; else empty."""
-        return "; ".join(self.notes("cut"))
+        """Lines for the user about texts that are too long or unknown; else empty."""
+        return "; ".join(self.notes)
 
     def about(self) -> str:
         """Return a log line about the lengths."""
@@ -205,24 +195,12 @@ class SourceTarget:
             "most, padded"
         )
 
-    def notes(self, overlong: Overlong) -> list[str]:
-        """Return a log line if texts are too long."""
-        is_cut = overlong == "cut"
-        source, target = self._limits
-        return cut_notes(
-            self.overlong,
-            self.whole,
-            f"pairs are longer than {source:,} source or {target:,} target tokens",
-            "truncated" if is_cut else "dropped",
-            lost=self._lost * is_cut,
-        )
-
 
 def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
     """Return one batch, padded to its longest source and target.
 
     Args:
-        pairs: source and target tokens.
+        pairs: source and target tokens, and texts.
         padding: token of the padding of sources.
 
     Returns:
@@ -230,13 +208,12 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
         target tokens), in which padding is ignored; the share of ``padding``; and ``text``, of each
         target that its tokens do not give back, or "".
     """
-    labels, texts = zip(*(apart(target) for _, target in pairs), strict=True)
-    width = max(len(source) for source, _ in pairs)
-    target_width = max(1, *map(len, labels))
+    width = max(len(source) for source, _, _ in pairs)
+    target_width = max(1, *(len(target) for _, target, _ in pairs))
     inputs = np.full((len(pairs), width), padding, dtype=np.int64)
     mask = np.zeros_like(inputs)
     targets = np.full((len(pairs), target_width), IGNORE, dtype=np.int64)
-    for row, ((source, _), target) in enumerate(zip(pairs, labels, strict=True)):
+    for row, (source, target, _) in enumerate(pairs):
         inputs[row, : len(source)] = source
         mask[row, : len(source)] = 1
         targets[row, : len(target)] = target
@@ -246,5 +223,5 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
         "mask": torch.from_numpy(mask),
         "target": torch.from_numpy(targets),
         "padding": torch.tensor(1 - real / (inputs.size + targets.size)),
-        "text": [*texts],
+        "text": [text for _, _, text in pairs],
     }

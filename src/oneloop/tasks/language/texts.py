@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import tracked
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, rows_content
-from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.cached_arrays import Ragged, make_shard, ragged, remark_lines
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
 from oneloop.tasks.rows.row_group_splits import check_split_by
@@ -166,15 +166,27 @@ class InMemory:
     def __iter__(self) -> Iterator[str]:
         return (document.text for document in self.documents)
 
+    def where(self, index: int) -> str:
+        """Return the name of a document."""
+        return self.documents[index].name
+
     def tokens(self, encode: Encode, *, made_by: Any, what: str, ended: bool = True) -> Ragged:
-        encoded = []
-        for document in tracked(self.documents, what, total=len(self.documents)):
+        def tokens_of(document: Document) -> NDArray[np.int32]:
             tokens = encode(document.text)
-            # The last token ends the text, which may go on elsewhere.
-            is_whole = document.ends or not ended
-            encoded.append(tokens if is_whole else tokens[:-1])
+            # The last token ends the text, which may continue elsewhere.
+            return tokens if document.ends or not ended else tokens[:-1]
+
+        total = len(self.documents)
+        numbers = tracked(range(total), what, total=total)
+        encoded, invalid, remarks, _ = make_shard(self.documents, tokens_of, numbers)
+        if invalid:
+            raise ValueError(invalid[0][1])
         joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
-        return Ragged(joined, np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64))
+        return Ragged(
+            joined,
+            np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64),
+            notes=remark_lines(remarks, total, self),
+        )
 
     def fingerprint(self) -> dict[str, Any] | None:
         return self.content

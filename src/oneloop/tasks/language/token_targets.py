@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.wide_sums import widest
 from oneloop.task_protocol.evaluation_metrics import TextSums
-from oneloop.tasks.language.kept_texts import kept_notes
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import SplitSets
-from oneloop.tasks.text_notes import unknown_in, unknown_notes
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 
@@ -74,25 +71,8 @@ class TokenTargets(SplitSets):
             source, trust_remote_code=self.trust_remote_code, fast=self.needs_fast_tokenizer
         )
 
-    def _note_texts(
-        self, split: str, texts: Ragged, what: str, *, scale: int = 1, head: int = 0
-    ) -> None:
-        """Add log lines about what the tokenizer does not know, and what it does not give back.
-
-        Args:
-            split: name of the split.
-            texts: tokens of each text.
-            what: plural of what is counted.
-            scale: see :func:`oneloop.tasks.text_notes.unknown_in`.
-            head: see there; texts with other numbers before their tokens keep no text.
-        """
-        tokenizer = self.tokenizer
-        if not hasattr(tokenizer, "unk_token"):
-            tokenizer = getattr(tokenizer, "model", None)
-        counts, trained = unknown_in(texts, tokenizer, scale=scale, head=head)
-        lines = unknown_notes(counts, tokenizer, what, trained=trained)
-        if not head:
-            lines += kept_notes(texts, self._answer)
+    def _note(self, split: str, lines: Sequence[str]) -> None:
+        """Add log lines about the data of a split."""
         self._data_notes += [f"{split}: {line}" for line in lines]
 
     def bare_model(self) -> nn.Module:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import cached_text, key_of
 from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.text_notes import remark_unknown
 
 # ChatML template with {% generation %} tags
 _CHATML = (
@@ -161,6 +162,7 @@ class Vocabulary:
 
     def encode(self, text: str) -> NDArray[np.int32]:
         tokens = self.model(text, verbose=False)["input_ids"]
+        remark_unknown(tokens, self.model)
         # Some tokenizers end a text themselves.
         if tokens[-1:] != [self.separator]:
             tokens = [*tokens, self.separator]

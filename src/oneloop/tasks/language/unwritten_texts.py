@@ -74,7 +74,7 @@ def check_written(
                 f"that writes it, or {remedy}"
             )
         counted.add(part.subject)
-        remark(part.subject, example)
+        remark(f"have {part.subject} that the chat template does not write", example)
 
 
 def _rendered(marks: Mapping[str, _Part], render: Callable[[], str]) -> str | None:

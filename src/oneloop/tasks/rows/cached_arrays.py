@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,10 +25,17 @@ from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-# arrays of a shard's rows; index and error of each invalid row; and of each remark about a row its
-# subject, the index and an example
-ShardResult = tuple[list[Any], list[tuple[int, str]], list[Any]]
+# arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the
+# number of rows, and index and example of the first one; and kept texts after the starts of their
+# arrays
+ShardResult = tuple[
+    list[Any],
+    list[tuple[int, str]],
+    dict[str, Any],
+    list[tuple[int, str]],
+]
 _SHARD = 2000  # rows per task of a worker process
+WARNED = 0.1  # share of rows from which a line about them is a warning
 
 
 @dataclass(frozen=True)
@@ -38,16 +45,38 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
-    # of each subject: number of rows, and index and example of the first one
-    remarks: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()  # log lines about the rows
+    texts: Mapping[int, str] = field(default_factory=dict)  # kept texts by the start of the array
 
 
-_remarks: dict[str, str] = {}  # about the row of which this process makes an array
+_remarks: dict[str, tuple[str, str]] = {}  # about the row of which this process makes an array
 
 
-def remark(subject: str, example: str) -> None:
-    """Count the row of which :func:`ragged` makes an array, once for each subject."""
-    _remarks.setdefault(subject, example)
+def remark(subject: str, example: str, *, text: str = "") -> None:
+    """Count the row of which an array is made, once for each subject.
+
+    Args:
+        subject: what the row has: a predicate.
+        example: is logged of the first row.
+        text: is kept beside the array, if it is not empty.
+    """
+    _remarks.setdefault(subject, (example, text))
+
+
+def remark_lines(remarks: Mapping[str, Any], total: int, rows: Any) -> list[str]:
+    """Return a log line for each subject of remarks.
+
+    Args:
+        remarks: of each subject, number of rows, and index and example of the first one.
+        total: number of all rows.
+        rows: their method ``where`` returns the position of a row.
+    """
+    lines = []
+    for subject, (count, index, example) in remarks.items():
+        begin = "warning: " if count >= WARNED * total else ""
+        counted = f"{begin}{count:,} of {total:,} rows"
+        lines.append(f"{counted} {subject} (first: {rows.where(index)}: {example})")
+    return lines
 
 
 def ragged(
@@ -81,7 +110,7 @@ def ragged(
     if skip or checks:
         allowed = len(rows) if empty or checks else len(rows) - 1
     with alone(f"made/{key_of(rows_content(rows), made_by)}") as path:
-        made = _read(path)
+        made = _read(path, rows)
         if made is None:
             draft = path.with_suffix(f".{os.getpid()}.draft")
             delete(draft, inside=path.parent)
@@ -92,7 +121,7 @@ def ragged(
                 draft.rename(path)
             finally:
                 delete(draft, inside=path.parent)
-            made = _read(path)
+            made = _read(path, rows)
     assert made is not None, path
 
     # Report the invalid rows, also those that an earlier call has cached.
@@ -105,14 +134,16 @@ def ragged(
     return made
 
 
-def _read(folder: Path) -> Ragged | None:
-    """Return the arrays in a folder; None if a file is missing or too short."""
+def _read(folder: Path, rows: Rows) -> Ragged | None:
+    """Return the arrays of rows in a folder; None if a file is missing or too short."""
     try:
         ends = np.load(folder / "ends.npy", mmap_mode="r")
         values: NDArray[np.int32] = np.zeros(0, np.int32)
         if len(ends) and ends[-1]:  # an empty file cannot be mapped
             values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
-        return Ragged(values, ends, *json.loads((folder / "rows.json").read_text()))
+        skipped, remarks, texts = json.loads((folder / "rows.json").read_text())
+        notes = remark_lines(remarks, len(ends), rows)
+        return Ragged(values, ends, skipped, notes, dict(texts))
     except (OSError, ValueError, EOFError):
         return None
 
@@ -127,19 +158,22 @@ def _write_arrays(
     lengths = list[int]()
     skipped = list[tuple[int, str]]()
     remarks = dict[str, Any]()
+    texts = list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
         made = tracked(in_order(rows, make, shards), what, total=len(shards))
-        for arrays, invalid, found in made:
+        for arrays, invalid, found, kept in made:
             skipped += invalid
-            for subject, *first in found:
-                remarks.setdefault(subject, [0, *first])[0] += 1
+            for subject, (count, *first) in found.items():
+                remarks.setdefault(subject, [0, *first])[0] += count
+            written = file.tell() // 4  # numbers
+            texts += [(written + start, text) for start, text in kept]
             if len(skipped) > allowed:
                 raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
             lengths += [len(array) for array in arrays]
             if arrays:
                 # np.tofile would not say that the disk is full
                 file.write(np.concatenate(arrays).data)
-    (folder / "rows.json").write_text(json.dumps([skipped, remarks]))
+    (folder / "rows.json").write_text(json.dumps([skipped, remarks, texts]))
     content = BytesIO()
     np.save(content, np.cumsum(lengths, dtype=np.int64))
     (folder / "ends.npy").write_bytes(content.getvalue())
@@ -155,7 +189,7 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
     """
     cores = min(usable_cores(), len(shards))
     # A daemon may not start processes.
-    here = partial(_make_shard, rows, make)
+    here = partial(make_shard, rows, make)
     if cores == 1 or multiprocessing.current_process().daemon or not _can_send(rows, make):
         yield from map(here, shards)
         return
@@ -195,23 +229,30 @@ def _begin_worker(parent: int, rows: Any, make: Callable[[Any], Any]) -> None:
 
 
 def _make_here(shard: range) -> ShardResult:
-    """:func:`_make_shard` with the rows and the function of this process."""
+    """:func:`make_shard` with the rows and the function of this process."""
     rows, make = _given
-    return _make_shard(rows, make, shard)
+    return make_shard(rows, make, shard)
 
 
-def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardResult:
+def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> ShardResult:
     """Return the arrays of these rows, index and error of the invalid ones, and remarks."""
-    arrays = []
+    arrays = list[Any]()
     invalid = []
-    remarks = []
+    remarks = dict[str, Any]()
+    texts = []
+    start = 0
     for index in shard:
         row = rows[index]
         _remarks.clear()
         try:
-            arrays.append(make(row))
+            array = make(row)
         except ValueError as error:
             invalid.append((index, str(error)))
             continue
-        remarks += [(subject, index, example) for subject, example in _remarks.items()]
-    return arrays, invalid, remarks
+        for subject, (example, text) in _remarks.items():
+            remarks.setdefault(subject, [0, index, example])[0] += 1
+            if text:
+                texts.append((start, text))
+        arrays.append(array)
+        start += len(array)
+    return arrays, invalid, remarks, texts

@@ -207,13 +207,12 @@ def divided(
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    keys = filter(None, [label, text and [text]])
-    key = key_of(_DRAW_VERSION, rows_content(rows), share, *keys)
+    key = key_of(_DRAW_VERSION, rows_content(rows), share, label, text)
     with alone(f"held-out/{key}.npz") as path:
         validation, test, rare, repeats = _draw_splits(rows, share, path, label, text)
-        if repeats and notes is not None:
-            notes.append(repeats)
-        if rare and notes is not None:
+        notes = [] if notes is None else notes
+        notes += repeats
+        if rare:
             shown = ", ".join(f"{name} ({count})" for name, count in [*rare.items()][:5])
             notes.append(
                 f"{sum(rare.values()):,} rows stay in train, because no other row of their class "
@@ -254,7 +253,7 @@ def without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
 
 def _draw_splits(
     rows: Rows, share: float, path: Path, label: str, text: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], str]:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], list[str]]:
     """Return the indices of the validation and the test rows; cache them in a file.
 
     Of each class of the column ``label`` some row is a training row. Also return how many rows stay
@@ -263,22 +262,20 @@ def _draw_splits(
     """
     try:
         with np.load(path) as cached:
-            found = json.loads(str(cached["rare"]))
-            return cached["validation"], cached["test"], found, str(cached["repeats"])
+            return cached["validation"], cached["test"], *json.loads(str(cached["found"]))
     except (OSError, ValueError, KeyError, BadZipFile):
         pass  # missing or damaged: recomputed below
 
     # Draw a number for each row from its content, so that equal rows get equal numbers.
     names = sorted(rows.types)
     numbers = [np.zeros(0, np.uint64)]
-    texts = [*numbers]
+    texts = list[int]()
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
         columns = [array.to_pylist() for array in arrays]
         of_rows = (number_of(names, row) for row in zip(*columns, strict=True))
         numbers.append(np.fromiter(of_rows, np.uint64))
         if text:
-            of_texts = (number_of([text], [value]) for value in columns[names.index(text)])
-            texts.append(np.fromiter(of_texts, np.uint64))
+            texts += [hash(repr(value)) for value in columns[names.index(text)]]
     number = np.concatenate(numbers)
     drawn = number % DRAWS
 
@@ -298,28 +295,29 @@ def _draw_splits(
 
     rare: dict[str, int] = {}
     if label:
-        only, found = _without_training_rows(rows, label, np.concatenate([validation, test]))
+        only, of_class = _without_training_rows(rows, label, np.concatenate([validation, test]))
         kept = np.setdiff1d(validation, only), np.setdiff1d(test, only)
         # Do not empty a split: the message about the classes is clearer.
         if all(map(len, kept)):
             validation, test = kept
-            rare = found
+            rare = of_class
 
     # Count what repeats.
-    repeats = ""
+    repeats = []
     if text:
-        is_held_out = np.isin(np.arange(len(number)), np.concatenate([validation, test]))
-        of_text = np.concatenate(texts)
-        shared = np.intersect1d(of_text[is_held_out], of_text[~is_held_out])
-        distinct = len(np.unique(number))
-        repeats = (
-            f"{distinct:,} of {len(number):,} rows are distinct, and equal ones share a split; "
-            f"{len(shared):,} values of {text!r} are in train and in a split drawn from it"
+        of_text = np.array(texts)
+        held_out = np.concatenate([validation, test])
+        shared = np.intersect1d(of_text[held_out], np.delete(of_text, held_out))
+        repeats.append(
+            f"{len(np.unique(number)):,} of {len(number):,} rows are distinct, and equal ones "
+            f"share a split; {len(shared):,} values of {text!r} are in train and in a split drawn "
+            "from it"
         )
 
     # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
-    np.savez(draft, validation=validation, test=test, rare=json.dumps(rare), repeats=repeats)
+    found = json.dumps([rare, repeats])
+    np.savez(draft, validation=validation, test=test, found=found)
     draft.replace(path)
     return validation, test, rare, repeats
 

@@ -131,7 +131,7 @@ def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
     indices = range(len(dataset))
     shards = [indices[start : start + _SAMPLES] for start in indices[::_SAMPLES]]
     loaded = in_order(indices, partial(_load, dataset), shards)
-    for _, wrong, _ in tracked(loaded, f"checking {name}", total=len(shards)):
+    for _, wrong, *_ in tracked(loaded, f"checking {name}", total=len(shards)):
         for index, why in wrong:
             yield f"{name}, sample {index}", why
 
