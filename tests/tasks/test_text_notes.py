@@ -360,12 +360,18 @@ def test_tags_of_minus_100_are_no_class_in_other_types(how, tmp_path):
     assert sorted(set(target.tolist()) - {-100}) in ([-1, 0], [-1, 1])
 
 
-@pytest.mark.parametrize(("settings", "why"), [
-    ({"min_length": 9}, "task.answer 8 lets no generated text end, because generation_config.json"),
-    ({"min_new_tokens": 8}, "has min_new_tokens 8; raise task.answer, or lower min_new_tokens"),
-    ({"min_length": 8}, ""),
-    ({}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (
+            {"min_length": 9},
+            "task.answer 8 lets no generated text end, because the model has min_len",
+        ),
+        ({"min_new_tokens": 8}, "has min_new_tokens 8; raise task.answer, or lower min_new_tokens"),
+        ({"min_length": 8}, ""),
+        ({}, ""),
+    ],
+)
 def test_a_minimum_above_the_longest_answer_is_rejected(settings, why, tmp_path):
     from transformers import GenerationConfig
 

@@ -16,7 +16,7 @@ from oneloop.tasks.language.encoder_decoder import (
     prepared,
     t5_from_scratch,
 )
-from oneloop.tasks.language.generation import check_answer, generated_texts
+from oneloop.tasks.language.generation import generated_texts
 from oneloop.tasks.language.kept_texts import references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
@@ -285,7 +285,6 @@ class Seq2Seq(TokenTargets):
         model = self.adapted_model()
         # The tokens before and after the targets, as transformers shifts them.
         self._start, self._padding = prepared(model, self.name)
-        check_answer(self.answer, model.generation_config)
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -135,11 +135,18 @@ def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
 
 
 def _with_tags(source: Source, rows: Any, column: str) -> Any:
-    """Return rows without those that have only tags of -100: their loss would sum nothing."""
+    """Return rows without those that have only tags of -100: their loss would sum nothing.
+
+    Raise ValueError if no row is left.
+    """
     out = []
     for index, row in enumerate(values_of(rows, column)):
         if isinstance(row, list) and row and all(tag in UNTAGGED for tag in row):
             out.append(index)
+    if len(out) == len(rows):
+        raise ValueError(
+            f"{rows.where(0)}: no row has a tag other than -100 in {column!r}; give the words tags"
+        )
     if out:
         source.notes.append(
             f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "

@@ -163,8 +163,9 @@ def check_answer(count: int, config: Any) -> None:
         least = getattr(config, key, None)
         if least and least > most:
             raise ValueError(
-                f"task.answer {count} lets no generated text end, because generation_config.json "
-                f"of the model has {key} {least}; raise task.answer, or lower {key} in that file"
+                f"task.answer {count} lets no generated text end, because the model has {key} "
+                f"{least}; raise task.answer, or lower {key} in its generation_config.json (or "
+                "config.json)"
             )
 
 
@@ -191,8 +192,13 @@ def generated_texts(
 
     Returns:
         ``written``, (samples, tokens); ``texts``; and, for greedy search, ``near_ties``.
+
+    Raises:
+        ValueError: the model lets no text end within ``count`` tokens.
     """
     from transformers import LogitsProcessorList
+
+    check_answer(count, model.generation_config)
 
     # Only one of the two limits may be set.
     config = deepcopy(model.generation_config)
