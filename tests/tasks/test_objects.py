@@ -178,7 +178,7 @@ def test_a_flat_text_beside_unreadable_objects_is_read_and_the_field_is_skipped(
 def test_remote_fields_need_only_their_bytes(tmp_path):
     """The gap between both columns is small; pyarrow would read it, too."""
     rows = [
-        {"translation": {"de": f"Wort {n % 3}", "en": f"{n} mot" * 50}, "meta": {"n": n}}
+        {"translation": {"de": f"Wort {n % 3}", "en": f"{n} word" * 50}, "meta": {"n": n}}
         for n in range(40)
     ]
     rows[5]["translation"] = None
