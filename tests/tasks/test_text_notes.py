@@ -398,8 +398,8 @@ def test_distinct_rows_and_texts_in_two_splits_are_counted(tmp_path):
     shared = len(texts["train"] & (texts["validation"] | texts["test"]))
     assert shared
     line = (
-        f"80 of 100 rows are distinct, and equal ones share a split; {shared} values of 'text' are "
-        "in train and in a split drawn from it"
+        f"80 of 100 rows are distinct (equal rows share a split); {shared} different values of "
+        "'text' are both in train and in a split drawn from it"
     )
     assert line in task.notes
     assert TextClassification(data, held_out=0.2).notes == task.notes

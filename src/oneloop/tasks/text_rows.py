@@ -169,7 +169,7 @@ class TextRows(SplitSets):
             what = f"texts are longer than {size}"
             lines = cut_notes(int((longer > 0).sum()), len(longer), what, "cut")
             for line in [*lines, *made.notes]:
-                yield f"{split}: {line}"
+                yield line if split == "all" else f"{split}: {line}"
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
         """Return functions from a target to a number, by source.

@@ -309,9 +309,9 @@ def _draw_splits(
         held_out = np.concatenate([validation, test])
         shared = np.intersect1d(of_text[held_out], np.delete(of_text, held_out))
         repeats.append(
-            f"{len(np.unique(number)):,} of {len(number):,} rows are distinct, and equal ones "
-            f"share a split; {len(shared):,} values of {text!r} are in train and in a split drawn "
-            "from it"
+            f"{len(np.unique(number)):,} of {len(number):,} rows are distinct (equal rows share a "
+            f"split); {len(shared):,} different values of {text!r} are both in train and in a "
+            "split drawn from it"
         )
 
     # Replace the file as a whole: a process that is killed here leaves no half of it.
