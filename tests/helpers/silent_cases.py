@@ -410,7 +410,7 @@ CODE = {
 
 DATA = {
     "a column of chats": Case(
-        ("chats.jsonl: 'messages' holds JSON objects", "expected text"),
+        ("in 'messages' is an object or a list", "expected text"),
         recipe=("gpt", "--task.data", "chats.jsonl", "--task.column", "messages"),
     ),
     "csv without the column": Case(

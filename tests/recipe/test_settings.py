@@ -427,7 +427,7 @@ def test_objects_are_neither_texts_nor_labels(tmp_path, monkeypatch, text, label
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     column = "label" if text == "x" else "text"
     found = rf"row 40: \[?\{{\"a\": 1\}}\]? in '{column}' is an object or a list"
-    why = rf"{found}; expected .* task.{column} {column}.FIELD"
+    why = rf"{found}; expected .*task.{column} {column}.FIELD"
     with pytest.raises(ValueError, match=why):
         TextClassification(str(tmp_path / "rows.jsonl"), held_out=0.2)
 

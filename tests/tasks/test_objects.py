@@ -20,8 +20,7 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import whole_text
 from oneloop.tasks.language.conversations import conversation, encoded, holds_texts
 from oneloop.tasks.language.pairs import encoded_pair
-from oneloop.tasks.rows.arrow_tables import down_to
-from oneloop.tasks.rows.objects import Written
+from oneloop.tasks.rows.objects import Written, down_to
 from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.remote.footers import Footer
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
@@ -102,7 +101,7 @@ def test_the_samples_are_those_of_flat_columns(tmp_path, kind):
         assert sum([len(task.train_set()), *map(len, task.eval_sets().values())]) == 30
     everything = nested.samples_of(str(tmp_path / "a"), labelled=True)
     for index in range(30):
-        texts = [nested._answer(part.tolist()) for part in everything[index]]
+        texts = [nested._answer(part.tolist()) for part in everything[index][:2]]
         assert texts == [f"word {index}", f"Wort {index}"]
 
 

@@ -191,7 +191,10 @@ def only_task(file: str) -> str:
         if names:
             found = f"{len(names)} tasks ({', '.join(names)})"
         example = [*names, "MyTask"][0]
-        raise BadInput(f"task.name {file!r} has {found}; name the class: {file}:{example}")
+        raise BadInput(
+            f"expected one task in the file that task.name gives: {file!r} has {found}; name the "
+            f"class: {file}:{example}"
+        )
     return f"{file}:{names[0]}"
 
 

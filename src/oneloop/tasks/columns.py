@@ -58,7 +58,7 @@ def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     setting = f"task.{key.rstrip('_0123456789')}"
     for rows in source.parts.values():
         if getattr(rows.types[column], "id", None) == OBJECTS:
-            return _object_error(rows, column, f"{wanted}; set {setting} {column}.FIELD")
+            return _object_error(rows, column, f"{wanted}; name a field ({setting} {column}.FIELD)")
     return ValueError(
         f"{source.where}: {column!r} holds {type_name(kind)}; expected {wanted}; set another "
         f"{setting}"
@@ -73,7 +73,7 @@ def _object_error(rows: Any, column: str, expected: str) -> ValueError:
             if value is not None and not value.startswith('"'):
                 return ValueError(
                     f"{rows.where(index)}: {value[:_SHOWN]} in {column!r} is an object or a list; "
-                    f"expected {expected}, or correct the row"
+                    f"expected {expected} or another column, or correct the row"
                 )
             index += 1
     raise AssertionError(column)  # such a column has objects

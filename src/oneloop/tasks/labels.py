@@ -71,8 +71,7 @@ def classes_of(
                 f"{source.where}: {column!r} numbers its classes {kind} in {split}, and {before} "
                 "before; write all files with the same list of classes"
             )
-        values = checked_values(source, rows, column, "labels")
-        found = {_name(kind, value) for value in values}
+        found = set(map(partial(_name, kind), checked_values(source, rows, column, "labels")))
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found

@@ -58,3 +58,53 @@ def with_fields(values: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str
         return values
     known = flattened(values)
     return {**values, **{field: known[field] for field in fields if field in known}}
+
+
+class NoColumn(ValueError):
+    """The rows have no column of that name.
+
+    Args:
+        name: name of the rows in the message.
+        column: the missing column.
+        known: the columns that exist.
+        about: more about them.
+    """
+
+    def __init__(self, name: str, column: str, known: Sequence[str], about: str = "") -> None:
+        super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}{about}")
+        self.column = column
+
+
+def down_to(
+    table: Any,
+    column: str,
+    where: str,
+    known: Sequence[str] = (),
+    about: str = "",
+    **level: int,
+) -> Any:
+    """Return a table with this column; its objects are replaced by their fields, if it needs one.
+
+    ``translation.en`` is the field ``en`` of ``translation``, unless a column has that name.
+
+    Args:
+        table: has the method ``flatten``, and the names of its columns.
+        column: name of the column.
+        where: name of the rows in messages.
+        known: more columns, for messages.
+        about: more about the columns, for messages.
+        level: arguments with which ``flatten`` replaces the outermost objects.
+
+    Raises:
+        ValueError: the column is missing, or is there twice.
+    """
+    names = [*known]
+    while column not in table.column_names:
+        before = table.column_names
+        names += before
+        table = table.flatten(**level)
+        if table.column_names == before:
+            raise NoColumn(where, column, [*dict.fromkeys(names)], about)
+    if table.column_names.count(column) > 1:
+        raise ValueError(f"{where} has two columns {column!r}; rename one of them")
+    return table

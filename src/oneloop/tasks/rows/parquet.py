@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 from oneloop.data.fingerprint import content_checksum
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
-from oneloop.tasks.rows.arrow_tables import down_to
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import value_of
+from oneloop.tasks.rows.objects import down_to, value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,

@@ -12,8 +12,8 @@ from oneloop.basics.progress import tracked
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.recipe.read import is_recipe
 from oneloop.tasks.columns import check_images
-from oneloop.tasks.rows.arrow_tables import NoColumn
 from oneloop.tasks.rows.cached_arrays import in_order
+from oneloop.tasks.rows.objects import NoColumn
 from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.rows import FINDINGS, Findings
 
