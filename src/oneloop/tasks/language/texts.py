@@ -182,11 +182,8 @@ class InMemory:
         if invalid:
             raise ValueError(invalid[0][1])
         joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
-        return Ragged(
-            joined,
-            np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64),
-            notes=remark_lines(remarks, total, self),
-        )
+        ends = np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64)
+        return Ragged(joined, ends, notes=remark_lines(remarks, total, self))
 
     def fingerprint(self) -> dict[str, Any] | None:
         return self.content
@@ -234,13 +231,8 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     # A column of a table, or many text files: the tokens are memory-mapped.
     files_found = _few_files(where)
     if files_found is None:
-        opened(
-            source,
-            held_out=share,
-            window=window,
-            kinds=_KINDS,
-            check=lambda it: check_texts(it, "column"),
-        )
+        check = partial(check_texts, key="column")
+        opened(source, held_out=share, window=window, kinds=_KINDS, check=check)
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
 
     # Few text files: keep them in memory. One or two must be cut for a validation split.
