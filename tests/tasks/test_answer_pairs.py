@@ -567,13 +567,15 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
 # --- the task
 
 
-def task_of(folder: Path, rows: list[Any], **keys: Any) -> Preference:
+def task_of(
+    folder: Path, rows: list[Any], *, held: list[Any] | None = None, **keys: Any
+) -> Preference:
     plain = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     model = a_model(folder / "model", tokenizer_with(CHATML, plain))
-    data = written(folder / "data", rows)
+    data = written(folder / "data", rows, held=held)
     return Preference(str(data), model=str(model), length=64, **keys)
 
 
@@ -613,6 +615,10 @@ def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_
             tmp_path / "some",
             [{**row, "prompt": None if at == 3 else "w"} for at, row in enumerate(rows)],
         )
+    # In a split without any prompt, too, if others have prompts.
+    prompted = [{**row, "prompt": "w"} for row in rows]
+    with pytest.raises(ValueError, match=r"validation\.jsonl, row 0: the prompt is empty"):
+        task_of(tmp_path / "other", prompted, held=[{**rows[0], "prompt": None}])
 
 
 def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():

@@ -321,6 +321,14 @@ def test_a_quotation_over_several_rows_or_fields_is_no_field(tmp_path, rows):
     assert texts(file)[0] == [row.split("\t")[0] for row in rows]
 
 
+@pytest.mark.parametrize("odd", ['he "hi"\tx\ny', "a\tb\nc"])
+def test_a_field_of_a_csv_writer_may_hold_lines_like_rows(tmp_path, odd):
+    """Doubled quotes, or another field, show that a csv writer made the file."""
+    rows = [{"text": text, "label": "x"} for text in (odd, "two\nlines", "plain")]
+    file = write(tmp_path / "a.tsv", tsv(rows))
+    assert texts(file)[0] == [row["text"] for row in rows]
+
+
 def test_all_tsv_files_of_a_data_set_have_one_rule(tmp_path):
     quoted = tsv([{"text": f'said "{n}"', "label": "x"} for n in range(9)])
     write(tmp_path / "train.tsv", quoted)

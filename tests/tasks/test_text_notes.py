@@ -192,9 +192,11 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     assert batch["text"] == ["", "Yes"] and "teacher" in batch
 
     # Prompts and completions, to predict.
-    asked = write(tmp_path / "asked/rows.jsonl", [{"prompt": "say a", "completion": "Yes"}] * 3)
-    prompts = task.samples_of(asked, labelled=False)
+    asked = [{"prompt": "say a", "completion": end} for end in (" Yes", "Yes")]
+    prompts = task.samples_of(write(tmp_path / "asked/rows.jsonl", asked), labelled=False)
     assert task.collate([prompts[0]])["text"] == ["Yes"]
+    # The text of a token that spans both begins in the prompt: the model writes it.
+    assert task.collate([prompts[1]])["text"] == ["aYes"]
 
 
 def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):

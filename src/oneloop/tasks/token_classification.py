@@ -54,7 +54,7 @@ class TokenClassification(TextRows):
         check_words(sources, "tokens")
         for source, split, rows, column in columns_of(sources, "tags"):
             if not is_remote(rows):
-                source.parts[split] = _with_tags(source, rows, column)
+                source.parts[split] = _with_tags(source, split, rows, column)
         if sources[0].columns["tags"]:
             check_together(sources, ["tokens", "tags"], _unequal)
 
@@ -134,7 +134,7 @@ def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:
     return f"{len(words)} words and {len(tags)} tags; each word needs one"
 
 
-def _with_tags(source: Source, rows: Any, column: str) -> Any:
+def _with_tags(source: Source, split: str, rows: Any, column: str) -> Any:
     """Return rows without those that have only tags of -100: their loss would sum nothing.
 
     Raise ValueError if no row is left.
@@ -145,7 +145,8 @@ def _with_tags(source: Source, rows: Any, column: str) -> Any:
             out.append(index)
     if len(out) == len(rows):
         raise ValueError(
-            f"{rows.where(0)}: no row has a tag other than -100 in {column!r}; give the words tags"
+            f"{rows.where(0)}: no row of the {split} split has a tag other than -100 in "
+            f"{column!r}; give the words tags, or set a larger task.held_out if it is drawn"
         )
     if out:
         source.notes.append(

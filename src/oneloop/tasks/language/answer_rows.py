@@ -188,10 +188,11 @@ class AnswerRows(LanguageModel):
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
         columns = source.columns
-        # Pairs without any prompt in their column begin with the same text.
-        prompt = columns.get("prompt")
-        if columns.get("chosen") and prompt and getattr(rows.types[prompt], "dtype", "") == "null":
-            columns = {**columns, "prompt": ""}
+        # Pairs without any prompt in their column, in all splits, begin with the same text.
+        if columns.get("chosen") and columns.get("prompt"):
+            kinds = [part.types[columns["prompt"]] for part in source.parts.values()]
+            if all(getattr(kind, "dtype", "") == "null" for kind in kinds):
+                columns = {**columns, "prompt": ""}
         chat = self._chat_of(rows, columns)
 
         # The cache key names all that the tokens of a row depend on.

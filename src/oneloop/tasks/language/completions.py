@@ -25,8 +25,11 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
     end = end_of(tokenizer)
     tokens, offsets = tokenized(tokenizer, prompt + completion)
     array = np.array([*tokens, end], dtype=np.int32)
-    marked = _marked(array, first_ending_after(offsets, len(prompt)))
-    keep_text(marked.tolist(), completion, tokenizer)
+    border = first_ending_after(offsets, len(prompt))
+    marked = _marked(array, border)
+    # The text of a token that spans both begins in the prompt.
+    begin = min([len(prompt), *offsets[border : border + 1, 0].tolist()])
+    keep_text(marked.tolist(), (prompt + completion)[begin:], tokenizer)
     return marked
 
 

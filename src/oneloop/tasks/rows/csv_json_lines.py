@@ -107,14 +107,17 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     """Return the kind of tab-separated files, ``tsv`` or :data:`QUOTED_TSV`, and a line about it.
 
     Quotes have a meaning if all files are as a csv writer makes them: each field in quotes holds a
-    tab, a line break or a doubled quote, and no other field holds a quote. Files whose lines are
-    all rows without quotes are read so. The line is empty if no field begins with a quote.
+    tab, a line break or a doubled quote, and no other field holds a quote. At least one of them
+    must not be lines that are rows without quotes. The line is empty if no field begins with a
+    quote.
 
     Args:
         files: all files of a data set.
     """
     begins = ""  # a row in which a field begins with a quote
     unlike = ""  # a row that a csv writer would write in another way
+    doubtful = ""  # a row whose lines may be rows without quotes
+    certain = False  # whether there is a row with quotes that is neither
     for file in files:
         read = list[str]()
         columns = 0
@@ -127,35 +130,40 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
                     if '\t"' in row:
                         begins = begins or example
                     columns = columns or len(values)
-                    is_written = row == _written(["", *values])
-                    is_one = is_written and _is_one_row(values, read, columns)
-                    if why or ('"' in row and not is_one):
+                    is_written = row == _written(["", *values]) and len(values) == columns
+                    if '"' in row and (why or not is_written):
                         unlike = unlike or example
+                    elif '"' in row and _may_be_rows(values, read, columns):
+                        doubtful = doubtful or example
+                    else:
+                        certain = certain or '"' in row
                     if begins and unlike:
                         break
         except (OSError, EOFError, ValueError):  # a quote that is not closed, or a damaged file
             begins = unlike = f"{''.join(read[:1])[:_SHOWN]!r} in {file.name}"
     if begins and unlike:
         return "tsv", f"fields keep their quotes; a csv writer would not make {unlike}"
+    if doubtful and not certain:
+        return "tsv", f"fields keep their quotes; each line may be a row in {doubtful}"
     if begins:
         return QUOTED_TSV, f"fields are read with quotes, as a csv writer makes them: {begins}"
     return "tsv", ""
 
 
-def _is_one_row(values: Sequence[str], lines: Sequence[str], columns: int) -> bool:
-    """Return whether a record with quotes is one row, and its lines are not rows without them.
+def _may_be_rows(values: Sequence[str], lines: Sequence[str], columns: int) -> bool:
+    """Return whether the lines of a record with quotes may be rows without them.
 
     A quotation may begin in the text of one row, and end in the text of a later one.
 
     Args:
         values: the fields of the record.
         lines: its lines.
-        columns: number of fields of the first line.
+        columns: number of fields of the first line of the file.
     """
     holds_a_break = not set("\t\r\n").isdisjoint("".join(values))
-    if columns > 1 and holds_a_break and all(line.count("\t") + 1 == columns for line in lines):
+    if columns == 1 or not holds_a_break or '""' in "".join(lines):
         return False
-    return len(values) == columns
+    return all(line.count("\t") + 1 == columns for line in lines)
 
 
 def _written(values: Sequence[str]) -> str:
