@@ -17,6 +17,7 @@ from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices
+from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import (
     RECORD,
     Documents,
@@ -567,14 +568,16 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
 # --- the task
 
 
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def task_of(
     folder: Path, rows: list[Any], *, held: list[Any] | None = None, **keys: Any
 ) -> Preference:
-    plain = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    model = a_model(folder / "model", tokenizer_with(CHATML, plain))
+    model = a_model(folder / "model", tokenizer_with(CHATML, PLAIN))
     data = written(folder / "data", rows, held=held)
     return Preference(str(data), model=str(model), length=64, **keys)
 
@@ -619,6 +622,21 @@ def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_
     prompted = [{**row, "prompt": "w"} for row in rows]
     with pytest.raises(ValueError, match=r"validation\.jsonl, row 0: the prompt is empty"):
         task_of(tmp_path / "other", prompted, held=[{**rows[0], "prompt": None}])
+
+
+def test_the_task_reads_the_packaged_pairs(tmp_path, monkeypatch):
+    """A few of them, with a model whose tokenizer exists."""
+
+    class Few(PairRows.lessons):
+        def __init__(self, part: str) -> None:
+            super().__init__(part)
+            self.pairs = self.pairs[:12]
+
+    monkeypatch.setattr(PairRows, "lessons", Few)
+    a_model(tmp_path / "model", tokenizer_with(CHATML, PLAIN))
+    for kind in (Preference, Reward):
+        task = kind("lessons", model=str(tmp_path / "model"), length=512)
+        assert len(task.pairs["train"].documents) == 24
 
 
 def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():

@@ -190,7 +190,9 @@ class AnswerRows(LanguageModel):
         columns = source.columns
         # Pairs without any prompt in their column, in all splits, begin with the same text.
         if columns.get("chosen") and columns.get("prompt"):
-            kinds = [part.types[columns["prompt"]] for part in source.parts.values()]
+            # Packaged rows have no types.
+            types = [getattr(part, "types", {}) for part in source.parts.values()]
+            kinds = [known.get(columns["prompt"]) for known in types]
             if all(getattr(kind, "dtype", "") == "null" for kind in kinds):
                 columns = {**columns, "prompt": ""}
         chat = self._chat_of(rows, columns)
