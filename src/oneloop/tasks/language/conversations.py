@@ -118,7 +118,7 @@ def _unanswered(tokens: Sequence[int]) -> NDArray[np.int32]:
 def _with_system(
     messages: list[dict[str, Any]], columns: Mapping[str, str], system: str
 ) -> list[dict[str, Any]]:
-    """Return the messages after a system prompt of its own column ("": none).
+    """Return the messages after a system prompt of its own column, if it has one.
 
     Raise ValueError if the messages begin with another system message.
     """

@@ -103,7 +103,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     if not keep.any():
         raise ValueError(_why_empty(texts, most))
 
-    # The first token of a text is no target.
+    # The first token of a text is not a target.
     limit = f"{most:,} tokens" if special else f"{most + 1:,} tokens ({most:,} targets)"
     what = f"texts are longer than {limit}"
     lines = cut_notes(long.sum(), len(long), what, overlong, lost=lost)

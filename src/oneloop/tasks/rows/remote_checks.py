@@ -98,8 +98,8 @@ def check_value(column: str, kind: Any, rule: Rule, row: Row) -> str:
     Args:
         column: name of the column.
         kind: type of its values, or of the elements of its lists.
-        rule: ``values`` must be there; an empty text is none of the ``labels``; ``numbers`` must
-            be finite, or texts of finite numbers.
+        rule: ``values`` must exist; ``labels`` must not be empty texts; ``numbers`` must be finite,
+            or texts of finite numbers.
         row: the row.
     """
     value = row[column]
