@@ -17,7 +17,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.job.build",
     "oneloop.job.build",
     "oneloop.job.restore",
-    "oneloop.job.tolerance",
+    "oneloop.checks.tolerance",
     "oneloop.loop.repeat",
 )
 

@@ -13,7 +13,7 @@ from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
 from oneloop.job.restore import contents_of, has_drawn, random_states
-from oneloop.job.tolerance import near, tolerance_of
+from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Wrapped
 from oneloop.job.trial_samples import EVALUATED, Samples, load_samples, make_batch
 from oneloop.launch.processes import Run

@@ -10,7 +10,7 @@ from oneloop.data.sample_contents import BY_COLLATE, IN_PLACE
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Others, Preflight, metric_names
 from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
-from oneloop.job.tolerance import near, tolerance_of
+from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Pass, one_pass
 from oneloop.job.trial_samples import Samples
 from oneloop.job.unfit_models import LARGE_TABLE

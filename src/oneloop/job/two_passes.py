@@ -17,7 +17,7 @@ from oneloop.basics.tensors import gathered
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.job.restore import restored_buffers
-from oneloop.job.tolerance import tolerance_of
+from oneloop.checks.tolerance import tolerance_of
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.whole_batch import Described, apart, check_alike, columns_of, described
 

@@ -35,7 +35,7 @@ from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, loader, to_device
 from oneloop.job.build import Job
 from oneloop.job.restore import KeptTensors, restored
-from oneloop.job.tolerance import tolerance_of
+from oneloop.checks.tolerance import tolerance_of
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import DEPENDS, Checks
 

@@ -1,0 +1,268 @@
+"""One forward and backward that trains nothing: its loss, and what identifies its gradients.
+
+Under FSDP2, whole parameters are compared while a unit holds them, because FSDP2 drops a change of
+them; and whole gradients are measured before FSDP2 sums them over the ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensor_hash import tensor_hash
+from oneloop.basics.tensors import as_real, local, reshard, sharded_units
+from oneloop.basics.wide_sums import wide_dtype
+
+_AT_ONCE = 1 << 20  # elements
+
+
+class Wrapped(nn.Module):
+    """A model as DDP presents it, without communication: it can only be called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.module(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"under DDP the model is wrapped, and has no {name!r}: call model(...), and do "
+                "what you need in its forward"
+            ) from None
+
+
+class Measure(NamedTuple):
+    """What identifies a gradient."""
+
+    hash: float  # of all bits
+    product: float  # with fixed vectors: that of a sum is the sum of the products
+    norm: float
+
+
+class Pass(NamedTuple):
+    """Result of one forward and backward."""
+
+    loss: float
+    outputs: dict[str, Any]
+    gradients: dict[str, Measure]  # by parameter; those that the loss does not use are missing
+
+
+def run_pass(
+    model: nn.Module,
+    loss_of: Callable[[], tuple[Tensor, dict[str, Any]]],
+    *,
+    backward: bool = True,
+    between: Callable[[], object] = lambda: None,
+) -> Pass:
+    """Run forward and backward without a sum over the ranks. Host sync.
+
+    Under FSDP2 it is collective: call it on every rank. Gradients are None afterwards.
+
+    Args:
+        model: bare, in :class:`Wrapped`, or sharded by FSDP2.
+        loss_of: runs the forward; returns loss and outputs.
+        backward: whether to compute gradients.
+        between: called after the forward.
+
+    Raises:
+        Inexact: the forward changes or replaces a whole parameter of FSDP2.
+    """
+    measured: dict[str, Tensor] = {}
+
+    def measure(name: str, gradient: Tensor) -> None:
+        measured[name] = _measured(gradient)
+
+    reshard(model)
+    try:
+        with _whole_parameters(model, measure) as compare:
+            loss, outputs = loss_of()
+            compare()
+            between()
+            if backward:
+                for name, gradient in _gradients(loss, model).items():
+                    measure(name, gradient)
+    finally:
+        reshard(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+    rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
+    gradients = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
+    return Pass(float(loss.detach()), outputs, gradients)
+
+
+def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of trained parameters by name; none under FSDP2, which sums them.
+
+    Bypass DDP's hooks, which would count this backward as a step's.
+    """
+    trained = {bare_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    if isinstance(model, Wrapped):
+        try:
+            found = torch.autograd.grad(
+                loss, [*trained.values()], allow_unused=True, retain_graph=True
+            )
+            pairs = zip(trained, found, strict=True)
+            return {name: gradient for name, gradient in pairs if gradient is not None}
+        except RuntimeError as error:
+            # reentrant checkpointing allows nothing but backward()
+            if "heckpoint" not in str(error):
+                raise
+    loss.backward()
+    if isinstance(model, FSDPModule):
+        return {}
+    return {name: p.grad for name, p in trained.items() if p.grad is not None}
+
+
+def _measured(gradient: Tensor) -> Tensor:
+    """Return the numbers of :class:`Measure`, on the device, in its widest dtype."""
+    values = gradient.detach()
+    values = as_real(values.coalesce().values() if values.is_sparse else values)
+    wide = wide_dtype(values.device)
+    matrix = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
+
+    # Vectors that are fixed, and without structure that a gradient may have.
+    rows, columns = (
+        torch.arange(size, dtype=wide, device=values.device).cos() for size in matrix.shape
+    )
+
+    # Part by part: a copy of a large gradient would need more memory than a step does.
+    product = torch.zeros((), dtype=wide, device=values.device)
+    squares = torch.zeros_like(product)
+    number = max(1, _AT_ONCE // max(1, matrix.shape[1]))
+    for part, weights in zip(matrix.split(number), rows.split(number), strict=True):
+        if part.element_size() < 4:
+            part = part.float()
+        product += ((part @ columns.to(part.dtype)) * weights).sum()
+        squares += torch.linalg.vector_norm(part).to(wide).square()
+    short = (tensor_hash(values) >> 12).to(wide)  # exact in float64
+    return torch.stack([short, product, squares.sqrt()])
+
+
+@contextmanager
+def _whole_parameters(
+    model: nn.Module, see: Callable[[str, Tensor], object]
+) -> Iterator[Callable[[], None]]:
+    """Compare FSDP2's whole parameters in this context, as long as a unit holds them.
+
+    ``see`` gets each name and whole gradient. Yield a function that compares those that are held.
+    """
+    names = {id(p): bare_name(name) for name, p in model.named_parameters()}
+    units = [_Unit(unit, names, see) for unit in sharded_units(model)]
+
+    def compare() -> None:
+        for unit in units:
+            unit.compare()
+
+    try:
+        yield compare
+    finally:
+        for unit in units:
+            unit.close()
+
+
+class _Unit:
+    """The parameters that FSDP2 gathers for a module, before and after its forward.
+
+    Args:
+        unit: the module.
+        names: of the model's parameters, by id of the shard.
+        see: gets each name and whole gradient.
+    """
+
+    def __init__(
+        self, unit: FSDPModule, names: dict[int, str], see: Callable[[str, Tensor], object]
+    ) -> None:
+        self._see = see
+        self._held: list[tuple[str, nn.Module, str]] = []  # name, module, and its key there
+        for module in _modules_of(unit):
+            for key, parameter in _parameters_of(module).items():
+                self._held.append((names[id(parameter)], module, key))
+        self._before: list[tuple[Tensor, bool, int]] = []  # parameters as they were gathered
+        self._hooks: dict[int, Any] = {}  # on whole parameters, by id
+
+        # FSDP2's own hooks gather before this one, and free after that one.
+        module: Any = unit
+        self._closing = [
+            module.register_forward_pre_hook(self._gathered),
+            module.register_forward_hook(self.compare, prepend=True),
+        ]
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self._closing, *self._hooks.values()):
+            handle.remove()
+
+    def _gathered(self, *_: object) -> None:
+        """Record the whole parameters, and measure their gradients."""
+        self._before = []
+        for (name, _, _), whole in zip(self._held, self._now(), strict=True):
+            self._before.append((whole, whole.requires_grad, _content(whole)))
+            if whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
+                self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(
+                    partial(self._accumulated, name)
+                )
+
+    def _accumulated(self, name: str, whole: Tensor) -> None:
+        gradient: Any = whole.grad
+        self._see(name, gradient)
+
+    def compare(self, *_: object) -> None:
+        """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
+        for (name, _, _), now, before in zip(self._held, self._now(), self._before, strict=False):
+            whole, trained, content = before
+            if isinstance(now, DTensor):
+                continue  # freed
+            if now is None or not _is_same(now, whole):
+                raise Inexact(
+                    f"a forward in training replaces the parameter {name} by another tensor, as "
+                    "torch.func.functional_call does, but its module belongs to a unit of FSDP2, "
+                    "which uses its own parameters; set machine.blocks to classes outside of "
+                    "this unit, or use ddp.yaml"
+                )
+            if (now.requires_grad, _content(now)) != (trained, content):
+                raise Inexact(
+                    f"a forward in training changes the parameter {name}, so the weights would "
+                    "depend on the parallel layout; change it outside of the forward, or train "
+                    "on one process without batch.grain"
+                )
+
+    def _now(self) -> list[Any]:
+        return [_parameters_of(module).get(key) for _, module, key in self._held]
+
+
+def _modules_of(unit: Any) -> Iterator[nn.Module]:
+    """Yield the modules whose parameters a unit gathers: all but those of units inside."""
+    waiting: list[nn.Module] = [unit]
+    while waiting:
+        module = waiting.pop()
+        yield module
+        waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
+
+
+def _content(tensor: Tensor) -> int:
+    return int(tensor_hash(local(tensor)))  # host sync
+
+
+def _is_same(now: Tensor, whole: Tensor) -> bool:
+    """Return whether a parameter is the one that was gathered.
+
+    A forward of bitsandbytes registers another object for a frozen one, with the same memory.
+    """
+    frozen = not now.requires_grad and not whole.requires_grad
+    return now is whole or (frozen and now.data_ptr() != 0 and now.is_set_to(whole))

@@ -1,0 +1,358 @@
+"""State that a forward must not change: compare it by hashes, and undo what a trial has changed.
+
+>>> before = state_hashes(model)
+>>> with restored(device, model=model, task=task) as values:
+...     loss(model, batch).backward()
+...     changes(before, state_hashes(model))        # of tensors
+...     values.changed()                            # of attributes
+['buffer queue has changed']
+['model.calls', 'task.history']
+
+:func:`restored` follows attributes and containers of the user's own objects. It covers numbers,
+texts, containers, tensors, arrays and generators of random numbers. It does not cover what cannot
+be compared: open files, iterators, and objects of other libraries.
+"""
+
+import pickle
+import random
+import sys
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.optimizer_tensors import optimizer_tensors
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.seeds import restored_generators
+from oneloop.basics.tensor_hash import as_bits, tensor_hashes
+from oneloop.basics.tensors import local, reshard
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_CONTAINERS = (dict, OrderedDict, list, set, deque)
+_LONG = 1000  # elements; those of a longer container are compared by identity only
+_MOST = 20_000  # objects that are followed
+_COPIED = 1 << 26  # bytes of tensors and arrays that are copied, besides those of a model
+_OTHERS = {
+    "accelerate",
+    "builtins",
+    "datasets",
+    "numpy",
+    "oneloop",
+    "pyarrow",
+    "timm",
+    "tokenizers",
+    "torch",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+}
+"""packages whose objects are not followed, except modules of a model"""
+_REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: they do not show in names
+
+
+def registered(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model as they are registered now, by kind and name.
+
+    A tied tensor has several names. FSDP2's parameters are this rank's shards.
+    """
+    reshard(model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found[f"parameter {bare_name(name)}"] = parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found[f"buffer {bare_name(name)}"] = buffer
+    return found
+
+
+def state_hashes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
+    """Return a hash of each tensor of a model, and of its optimizer, by kind and name. Host sync.
+
+    A hash covers all bits of this rank's shard, its shape and dtype, and whether it is trained.
+
+    Args:
+        model: bare, or as prepared.
+        optimizer: of the model.
+    """
+    tensors = registered(model)
+    if optimizer is not None:
+        for name, tensor in optimizer_tensors(model, optimizer).items():
+            tensors[name.replace(".", " ", 1)] = tensor
+    hashes = tensor_hashes(local(tensor.detach()) for tensor in tensors.values())
+    found = {}
+    for (name, tensor), number in zip(tensors.items(), hashes, strict=True):
+        about = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.requires_grad}"
+        found[name] = number ^ zlib.crc32(about.encode())
+    return found
+
+
+def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Return how two results of :func:`state_hashes` differ: "buffer queue has changed", ….
+
+    Args:
+        before: the earlier ones.
+        after: the later ones.
+    """
+    found = []
+    for name, number in after.items():
+        if name not in before:
+            found.append(f"{name} was registered")
+        elif number != before[name]:
+            found.append(f"{name} has changed")
+    return found + [f"{name} was removed" for name in before if name not in after]
+
+
+@contextmanager
+def restored(
+    device: torch.device, *, model: nn.Module, most: int = 1 << 30, **others: Any
+) -> Iterator["Values"]:
+    """Undo on exit what forward, backward and loading change; gradients are None then.
+
+    Restore parameters, buffers, modes and hooks of the model, attributes of all objects, and the
+    global generators. Yield the values as they were.
+
+    Args:
+        device: of the model.
+        model: bare, or sharded by FSDP2.
+        most: largest bytes of parameters that are copied; a change of more cannot be undone.
+        others: more objects by name, such as the task and its data sets.
+
+    Raises:
+        Inexact: parameters have changed, and were not copied.
+    """
+    reshard(model)
+    buffers = {id(buffer) for buffer in model.buffers()}
+    parameters = {id(parameter) for parameter in model.parameters()}
+    size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
+    copied = size <= most
+    values = Values({"model": model, **others}, buffers | parameters if copied else buffers)
+    before = {} if copied else state_hashes(model)
+    try:
+        with restored_generators(device):
+            yield values
+    finally:
+        reshard(model)
+        values.restore()
+        for parameter in model.parameters():
+            parameter.grad = None
+    lost = changes(before, state_hashes(model)) if before else []
+    if lost:
+        raise Inexact(
+            f"a forward in training cannot be undone, because it changes parameters: {lost[0]}, "
+            f"and parameters of more than {most / 1e6:,.0f} MB are not copied; change it outside "
+            "of the forward, or set machine.check_every 0"
+        )
+
+
+class _Value(NamedTuple):
+    """A value that can change in place."""
+
+    name: str
+    before: Any  # its content
+    get: Callable[[], Any]  # returns its content now
+    put: Callable[[Any], object]  # sets its content
+
+    def changed(self) -> list[str]:
+        """Return the names of what differs now: of a dict its keys."""
+        now = self.get()
+        if _same(self.before, now):
+            return []
+        if not isinstance(now, dict):
+            return [self.name]
+        names = []
+        for key in {**self.before, **now}:
+            both = key in now and key in self.before
+            if not (both and _same_element(now[key], self.before[key])):
+                names.append(_inner_name(self.name, key))
+        return names or [self.name]
+
+
+class Values:
+    """The values that are reachable from some objects, at a moment.
+
+    Args:
+        roots: the objects by name. The user's objects and modules are followed to their attributes,
+            and to those of their classes.
+        copied: ids of tensors that are copied in any case. Other parameters are not.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], copied: set[int]) -> None:
+        self._values: list[_Value] = []
+        self._copied = copied
+        self._left = _COPIED
+        seen: dict[int, Any] = {}  # keeps them, so that no other object gets their address
+        own = {id(root) for root in roots.values()}
+        waiting = [*roots.items()]
+        while waiting and len(seen) < _MOST:
+            name, value = waiting.pop()
+            if isinstance(value, _PLAIN) or id(value) in seen:
+                continue
+            seen[id(value)] = value
+            content = self._content_of(value)
+            if content is not None:
+                get, put = content
+                self._values.append(_Value(name, get(), get, put))
+            waiting += _inside(name, value, own=id(value) in own)
+
+    def changed(self) -> list[str]:
+        """Return the names of the values that differ now. Host sync."""
+        names = []
+        for value in self._values:
+            names += value.changed()
+        return names
+
+    def restore(self) -> None:
+        """Restore the values that differ. Host sync."""
+        for value in self._values:
+            if not _same(value.before, value.get()):
+                value.put(value.before)
+
+    def _content_of(self, value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
+        """Return how to get and to set the content of a value; None: it is not followed."""
+        if isinstance(value, Tensor):
+            is_copied = id(value) in self._copied or self._fits(value)
+            return _tensor_content(value) if is_copied else None
+        if isinstance(value, np.ndarray):
+            plain = value.flags.writeable and not value.dtype.hasobject
+            if not (plain and self._fits(value)):
+                return None
+            return value.copy, lambda copy: np.copyto(value, copy)
+        if isinstance(value, _CONTAINERS):
+            return value.copy, lambda copy: _refill(value, copy)
+        if isinstance(value, torch.Generator):
+            return value.get_state, value.set_state
+        if isinstance(value, random.Random):
+            return value.getstate, value.setstate
+        if isinstance(value, np.random.RandomState):
+            return value.get_state, value.set_state
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            return lambda: bits.state, lambda state: setattr(bits, "state", state)
+        if isinstance(value, type) and _is_own(value):
+            return lambda: _data_of(value), lambda data: _reset_class(value, data)
+        return None
+
+    def _fits(self, value: Any) -> bool:
+        """Return whether to copy a tensor or an array that is not of the model."""
+        if isinstance(value, Tensor) and not _is_strided(value):
+            return False
+        self._left -= value.nbytes
+        return self._left >= 0
+
+
+def _inside(name: str, value: Any, *, own: bool) -> Iterable[tuple[str, Any]]:
+    """Yield what a value holds, with names. ``own``: follow an object of any library."""
+    if isinstance(value, dict):
+        if len(value) <= _LONG:
+            for key, one in value.items():
+                yield _inner_name(name, key), one
+    elif isinstance(value, tuple | frozenset | list | set | deque):
+        if len(value) <= _LONG:
+            for one in value:
+                yield name, one
+    elif isinstance(value, type):
+        if _is_own(value):
+            for key, one in _data_of(value).items():
+                yield f"{name}.{key}", one
+    elif isinstance(value, nn.Module) or own or _is_own(type(value)):
+        yield name, getattr(value, "__dict__", None)
+        for kind in type(value).__mro__:
+            yield kind.__name__, kind
+
+
+def _inner_name(name: str, key: Any) -> str:
+    return name if key in _REGISTRIES else f"{name}.{key}"
+
+
+def _tensor_content(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return how to get and to set what a tensor holds: this rank's shard, if it has shards."""
+    memory = local(tensor.detach())
+    is_shard = isinstance(tensor, DTensor)
+
+    def get() -> tuple[Tensor, bool, int]:
+        now = local(tensor.detach())
+        return now.clone(), tensor.requires_grad, 0 if is_shard else now.data_ptr()
+
+    @torch.no_grad()
+    def put(content: tuple[Tensor, bool, int]) -> None:
+        copy, trained, _ = content
+        # Return to the memory of before, after an assignment to .data.
+        if not is_shard:
+            tensor.data = memory
+        local(tensor.detach()).copy_(copy)
+        if tensor.is_leaf:
+            tensor.requires_grad_(trained)
+
+    return get, put
+
+
+def _refill(value: Any, copy: Any) -> None:
+    """Give a container the elements of its copy."""
+    value.clear()
+    if isinstance(value, dict | set):
+        value.update(copy)
+    else:
+        value.extend(copy)
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """Return the attributes of a class that are data: no methods, properties, nested classes."""
+    kinds = (*_PLAIN, *_CONTAINERS, Tensor, np.ndarray, tuple, frozenset)
+    found = {}
+    for key, value in vars(kind).items():
+        if isinstance(value, kinds) and not key.startswith(("__", "_abc_")):
+            found[key] = value
+    return found
+
+
+def _reset_class(kind: type, data: dict[str, Any]) -> None:
+    for key in _data_of(kind).keys() - data.keys():
+        delattr(kind, key)
+    for key, value in data.items():
+        setattr(kind, key, value)
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class is the user's: not of Python or of a known library."""
+    package = kind.__module__.partition(".")[0]
+    return package not in _OTHERS and package not in sys.stdlib_module_names - {"__main__"}
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    """Return whether elements can be read and written: a plain tensor, not sparse or fake."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.device.type != "meta"
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two contents of a value are equal, in the same order."""
+    if isinstance(one, dict):
+        if [*one] != [*other]:
+            return False
+        return all(map(_same_element, one.values(), other.values()))
+    if isinstance(one, list | deque):
+        return len(one) == len(other) and all(map(_same_element, one, other))
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, tuple) and isinstance(one[0], Tensor):
+        return one[1:] == other[1:] and _same_bits(one[0], other[0])
+    return pickle.dumps(one) == pickle.dumps(other)  # arrays, and states of generators
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return torch.equal(as_bits(one), as_bits(other))
+
+
+def _same_element(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
