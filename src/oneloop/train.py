@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before the slow imports: --help and bad input need
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from oneloop.checks.repeats import Checks
 from oneloop.data.step_batches import Group
 from oneloop.ema import EMA
 from oneloop.job.build import Job
@@ -49,7 +50,7 @@ def accumulate(
     Args:
         job: what the recipe describes.
         run: this process, with its rank and accelerator.
-        gradients: seeds, checks and sums the gradients.
+        gradients: seeds and sums the gradients.
         group: this rank's micro-batches, their weights, and the total weight of all ranks.
         meter: its clock measures the phases of the step.
         position: index of the step's first sample in the order of all samples.
@@ -68,12 +69,9 @@ def accumulate(
     # (machine/reduction.py).
     scale = gradients.factor / group.total
 
-    # At some log steps, all ranks repeat a micro-batch, and compare what they got.
-    loaded = gradients.repeated(clock.over("transfer", group.batches), position)
-
     with gradients.step(position, measured=measured):
         # A loss over the whole batch makes a first pass over all micro-batches here.
-        loss_of, batches = gradients.passes(loaded)
+        loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
 
         # Accumulate gradients. After the last micro-batch, .grad is the sum over all ranks.
         for batch, weight in zip(batches, group.weights, strict=False):
@@ -158,8 +156,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        seen = preflight(job, run, model)  # tries task and model on a few samples
-    gradients = Gradients(job, run, model, parameters, seen)
+        trial = preflight(job, run, model)  # tries task and model on a few samples
+    gradients = Gradients(job, run, model, parameters, trial)
     guard = Guard(
         optimizer,
         device=run.device,
@@ -169,17 +167,18 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     )
 
     # Resume from a checkpoint, if there is one. Nothing is written before open_run().
-    state = State(job, run, folder.path, model, optimizer, emas, guard, seen)
-    run_log = open_run(job, run, folder, state, seen)
+    state = State(job, run, folder.path, model, optimizer, emas, guard, trial)
+    run_log = open_run(job, run, folder, state, trial)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock
     steps = Steps(job, run, count, checkpoints, gradients)
-    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, steps))
+    checks = Checks(job, run, model, trial, seed=gradients.seed_as, units=gradients.units)
+    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, checks, steps))
     evaluations, ending = upkeep.evaluations, upkeep.ending
 
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step (see below), or None if no step is pending."""
-        steps.confirm(pending=guard.pending)  # only the update changed weights, on all ranks alike
+        steps.compare_units()  # under FSDP2, all ranks must have run the same
         step = guard.resolve()
         if step is None:
             return None
@@ -222,6 +221,9 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             if group.total == 0:
                 resolve()
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
+
+            # At some log lines, all ranks repeat a micro-batch, and compare what they get.
+            checks.before_step(group, count.position)
 
             # Accumulate gradients.
             measured = intervals.is_due("log", expected)

@@ -193,10 +193,10 @@ class _Unit:
         self._hooks: dict[int, Any] = {}  # on whole parameters, by id
 
         # FSDP2's own hooks gather before this one, and free after that one.
-        module: Any = unit
+        outer: Any = unit
         self._closing = [
-            module.register_forward_pre_hook(self._gathered),
-            module.register_forward_hook(self.compare, prepend=True),
+            outer.register_forward_pre_hook(self._gathered),
+            outer.register_forward_hook(self.compare, prepend=True),
         ]
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Unit:
     def _gathered(self, *_: object) -> None:
         """Record the whole parameters, and measure their gradients."""
         self._before = []
-        for (name, _, _), whole in zip(self._held, self._now(), strict=True):
+        for name, whole in zip(self._names(), self._now(), strict=True):
             self._before.append((whole, whole.requires_grad, _content(whole)))
             if whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
                 self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(
@@ -220,7 +220,7 @@ class _Unit:
 
     def compare(self, *_: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
-        for (name, _, _), now, before in zip(self._held, self._now(), self._before, strict=False):
+        for name, now, before in zip(self._names(), self._now(), self._before, strict=False):
             whole, trained, content = before
             if isinstance(now, DTensor):
                 continue  # freed
@@ -237,6 +237,9 @@ class _Unit:
                     "depend on the parallel layout; change it outside of the forward, or train "
                     "on one process without batch.grain"
                 )
+
+    def _names(self) -> list[str]:
+        return [name for name, _, _ in self._held]
 
     def _now(self) -> list[Any]:
         return [_parameters_of(module).get(key) for _, module, key in self._held]

@@ -9,11 +9,11 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import missing, tool
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensors import reshard
+from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
 from oneloop.job.restore import contents_of, has_drawn, random_states
-from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Wrapped
 from oneloop.job.trial_samples import EVALUATED, Samples, load_samples, make_batch
 from oneloop.launch.processes import Run

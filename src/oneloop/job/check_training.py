@@ -6,18 +6,18 @@ from typing import Any
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.data.sample_contents import BY_COLLATE, IN_PLACE
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Others, Preflight, metric_names
 from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
-from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Pass, one_pass
 from oneloop.job.trial_samples import Samples
 from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
-from oneloop.machine.fsdp2_units import changed, content, other_units
 from oneloop.machine.layout_checks import Checks
+from oneloop.machine.old_units import changed, content, other_units
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.task_protocol.protocol_checks import Contract
 

@@ -6,20 +6,18 @@ the same random numbers, and continues this gradient into the model (gradient ca
 2021, but also exact with dropout, and over all ranks).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.tensors import gathered
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
-from oneloop.job.restore import restored_buffers
-from oneloop.checks.tolerance import tolerance_of
 from oneloop.launch.processes import Run
-from oneloop.task_protocol.whole_batch import Described, apart, check_alike, columns_of, described
+from oneloop.task_protocol.whole_batch import Described, check_alike, columns_of, described
 
 
 class TwoPasses:
@@ -40,12 +38,10 @@ class TwoPasses:
         self._run = run
         self._model = model
         self._seed = seed
-        self._tolerance = tolerance_of(job, run, model)
         self._rows: Described = {}  # of rank 0's first micro-batch
         self._micro = 0  # number of the next micro-batch of the second pass
 
-        # Of each micro-batch: the parts of the first pass, and the loss's gradients of its parts.
-        self._expected: list[dict[str, Tensor]] = []
+        # Of each micro-batch: the loss's gradients of its parts.
         self._gradients: list[dict[str, Tensor]] = []
         self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
 
@@ -65,62 +61,37 @@ class TwoPasses:
         task = self._job.task
         batches = list(batches)
         columns: list[dict[str, Tensor]] = []
-        self._first_step = not self._rows
         self._micro = 0
-        self._expected = []
+        found: list[dict[str, Tensor]] = []
 
         # Embed all micro-batches. Only the second pass changes the statistics of BatchNorm.
-        with restored_buffers(self._model):
+        with _restored_buffers(self._model):
             for micro, batch in enumerate(batches):
                 self._seed(micro)
                 parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
                 # CUDA graphs write the next result into the same memory.
-                self._expected.append({name: part.clone() for name, part in parts.items()})
+                found.append({name: part.clone() for name, part in parts.items()})
                 columns.append(columns_of(task, batch))
-                found = described(self._expected[-1] | columns[-1])
-                self._rows = self._rows or self._run.from_main(found)  # collective, once
-                check_alike(found, self._rows, samples=self._job.layout.each)
+                rows = described(found[-1] | columns[-1])
+                self._rows = self._rows or self._run.from_main(rows)  # collective, once
+                check_alike(rows, self._rows, samples=self._job.layout.each)
 
         # Gather them on every rank, which all compute the same loss and gradients.
-        self._differentiate(self._whole(self._expected), self._whole(columns))
+        self._differentiate(self._whole(found), self._whole(columns))
         return batches
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs.
-
-        Raises:
-            Inexact: the parts differ from those of the first pass.
-        """
-        expected = self._expected[self._micro]
+        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs."""
         gradients = self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
 
-        # Compare with the first pass. If that cannot be read (later on a GPU), the loss is NaN.
-        distances = [apart(part.detach(), expected[name]) for name, part in parts.items()]
-        differ = torch.stack(distances) > self._tolerance
-        if self._readable(differ) and differ.any():
-            found = zip(parts, differ.tolist(), strict=True)
-            names = ", ".join(name for name, differs in found if differs)
-            raise Inexact(
-                f"the method embed returned {names} with other values for the same micro-batch and "
-                "random numbers; the model or embed keeps its own generator or counter: use "
-                "torch's global generator"
-            )
+        # The value is that of the first pass.
         value, outputs = self._result
-        value = torch.where(differ.any(), torch.nan, value)
-
         # Continue the gradients of the parts into the model.
         known = {n: part for n, part in parts.items() if part.requires_grad and n in gradients}
         value = _Continued.apply(value, [gradients[name] for name in known], *known.values())
         return value, outputs
-
-    def _readable(self, tensor: Tensor) -> bool:
-        """Whether to read a value: on a GPU only in the first step, because it is a host sync.
-
-        A plan has no values.
-        """
-        return type(tensor) is Tensor and (self._first_step or not tensor.is_cuda)
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
         """Compute the loss of the whole batch, and divide its gradients among the micro-batches."""
@@ -141,7 +112,6 @@ class TwoPasses:
 
         # Each micro-batch has an equal share of the loss, and the values of 0-dim parts.
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
-        self._expected = [one | scalars for one in self._expected]
         self._result = loss.detach() / number, {**scalars, **(outputs or {})}
 
         # It has the gradients of its rows, and an equal share of those of 0-dim parts.
@@ -170,12 +140,6 @@ class TwoPasses:
             rows = gathered(own)
             if not first.ndim:
                 whole[name] = rows[0].clone()
-                differ = apart(rows, whole[name]) > self._tolerance
-                if self._readable(differ) and differ:
-                    raise Inexact(
-                        f"the method embed returned {name!r}, which is 0-dim and differs between "
-                        "micro-batches; give it one row per sample"
-                    )
                 continue
 
             # Under FSDP2 with batch.grain, neighbouring leaves are on other ranks.
@@ -184,6 +148,22 @@ class TwoPasses:
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
             whole[name] = rows
         return whole
+
+
+@contextmanager
+def _restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers on exit."""
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                # a forward may have replaced the tensor
+                module._buffers[name] = buffer.copy_(before)
 
 
 class _Continued(torch.autograd.Function):

@@ -1,7 +1,6 @@
 """Evaluations during a run and at its end: of which sets, the best one, and early stopping."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 from oneloop.basics.heartbeats import BEATS, EVALUATION
@@ -72,9 +71,7 @@ class Evaluations:
 
         run.be_patient()
         state.checkpoints.poll()  # an evaluation may take long: the last save must not wait for it
-        contents = self._parts.gradients.checks.contents
-        unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
-        with BEATS.phase(EVALUATION), unchanged:
+        with BEATS.phase(EVALUATION), self._parts.checks.unchanged("an evaluation"):
             metrics = evaluate_all(
                 job.task,
                 state.model,

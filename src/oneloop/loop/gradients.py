@@ -8,7 +8,7 @@
 >>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import reseed
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
-from oneloop.loop.step_checks import step_checks
+from oneloop.machine.fsdp2_units import Units, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
@@ -41,7 +42,7 @@ class _MicroBatch(NamedTuple):
 
 
 class Gradients:
-    """Seeds, checks and sums the gradients of a step.
+    """Seeds and sums the gradients of a step.
 
     With ``batch.grain``, it does so bit-identically on every parallel layout.
 
@@ -51,8 +52,6 @@ class Gradients:
         model: the prepared model.
         parameters: the trained ones.
         seen: what the preflight check found out.
-        checked: whether to compare contents and to repeat micro-batches, unless
-            ``machine.check_every`` is 0. (A plan has no contents.)
 
     Raises:
         BadInput: unused parameters must be searched for, and this torch cannot.
@@ -65,8 +64,6 @@ class Gradients:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         seen: Preflight,
-        *,
-        checked: bool = True,
     ) -> None:
         layout = job.layout
         self._job = job
@@ -75,7 +72,7 @@ class Gradients:
         self.parameters = parameters
         self.seen = seen
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
-        self.checks = step_checks(job, run, model, seen, self._seed_as, checked=checked)
+        self.units = Units(model, union=self._search())
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
@@ -88,13 +85,11 @@ class Gradients:
                 parameters,
                 ranks=run.ranks,
                 accumulate=layout.accumulate,
-                checks=self.checks.layout,
+                units=self.units,
                 see=self._sensor.see,
             )
         else:
-            self._reduction = Reduction(
-                model, accumulate=layout.accumulate, checks=self.checks.layout
-            )
+            self._reduction = Reduction(model, accumulate=layout.accumulate, units=self.units)
 
         # Indices of this rank's leaves in the step.
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
@@ -102,6 +97,17 @@ class Gradients:
 
         self._at = _MicroBatch(0, -1, 0.0, False)
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
+
+    def _search(self) -> Callable[[list[bool]], list[bool]] | None:
+        """Return what combines flags of used parameters over all ranks; None: not searched for."""
+        asked = self._job.recipe.machine.find_unused_parameters
+        able = search_unused(self.model)
+        if asked and not able:
+            raise BadInput(
+                "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
+            )
+        searched = self._run.sharded and able and (asked or self.seen.unused)
+        return self._run.union if searched else None
 
     @property
     def factor(self) -> int:
@@ -112,25 +118,6 @@ class Gradients:
         """Return empty sums for one step, of the loss and of the metrics that it returns."""
         return Sums(self.seen.metrics, apart=self._job.exact)
 
-    def repeated(self, batches: Iterator[Batch], position: int) -> Iterator[Batch]:
-        """At some steps, repeat a micro-batch on all ranks (:mod:`oneloop.loop.repeat`).
-
-        Collective: call on every rank.
-
-        Args:
-            batches: this rank's micro-batches of the step.
-            position: of the step's first sample in the order of all samples.
-
-        Returns:
-            The micro-batches.
-        """
-        self._at = _MicroBatch(position, -1, 0.0, False)
-        number = position // self._job.layout.size + 1
-        repeats = self.checks.repeats
-        if repeats is None or not repeats.due(number):
-            return batches
-        return repeats.repeat(batches, position)
-
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of one step.
 
@@ -140,12 +127,6 @@ class Gradients:
                 model draws from Python's or numpy's generator.
         """
         self._at = _MicroBatch(position, -1, 0.0, measured)
-        contents = self.checks.contents
-        if contents is not None:
-            number = position // self._job.layout.size + 1
-            everything = self._job.intervals.is_due("check", number)
-            contents.begin(number, everything=everything)
-            self.checks.layout.units.closely(everything)
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:
             return self.device_time.measuring(noise)
@@ -182,34 +163,37 @@ class Gradients:
             return
         self.seen.others.look()
         self._sensor.micro_batch(self._at.weight)
-        contents = self.checks.contents
-        if contents is not None and self._at.number + 1 == self._job.layout.accumulate:
-            contents.end()
 
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by the step and the number of the micro-batch (None: the step)."""
         # A loss over the whole batch draws the same numbers on every rank.
         if micro is None:
-            self._seed_by([])
+            self._seed_by(self._at.position)
         else:
-            self._seed_as(self._run.rank, micro)
+            self.seed_as(self._at.position, self._run.rank, micro)
 
-    def _seed_as(self, rank: int, micro: int) -> None:
-        """Seed random numbers as those of a rank's micro-batch of this step."""
+    def seed_as(self, position: int, rank: int, micro: int) -> None:
+        """Seed random numbers as those of a micro-batch.
+
+        Args:
+            position: index of its step's first sample in the order of all samples.
+            rank: which trains it.
+            micro: its number in the step.
+        """
         # With batch.grain, it holds the same samples on every layout, and draws the same numbers.
         if self._job.exact:
-            self._seed_by([self._job.layout.leaf(rank, micro)])
+            self._seed_by(position, self._job.layout.leaf(rank, micro))
         else:
-            self._seed_by([rank, micro])
+            self._seed_by(position, rank, micro)
 
     def seed_update(self) -> None:
         """Seed random numbers that the optimizer draws in this step, equal on every rank."""
-        self._seed_by([-1])
+        self._seed_by(self._at.position, -1)
 
-    def _seed_by(self, own: Sequence[int]) -> None:
+    def _seed_by(self, position: int, *own: int) -> None:
         others = self._always or self.seen.others.drawn
         seed = self._job.recipe.seed
-        reseed(self._run.device, seed, self._at.position, *own, others=others)
+        reseed(self._run.device, seed, position, *own, others=others)
 
     @property
     def _always(self) -> bool:

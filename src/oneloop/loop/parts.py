@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from oneloop.checks.repeats import Checks
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import RunLog
@@ -18,5 +19,6 @@ class Parts:
     run: Run  # this process
     state: State  # what a checkpoint holds: counters, meter, model, optimizer, EMAs
     run_log: RunLog  # metrics.jsonl, the trackers and the terminal
-    gradients: Gradients  # seeds, checks and sums the gradients of a step
+    gradients: Gradients  # seeds and sums the gradients of a step
+    checks: Checks  # compares what must not depend on the parallel layout
     steps: Steps  # loads the micro-batches

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.checks.repeats import DEPENDS
+from oneloop.checks.replicas import replica_group
 from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job
@@ -14,9 +16,7 @@ from oneloop.job.preflight_result import Preflight
 from oneloop.launch.devices import missing_operators, unused
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
-from oneloop.machine.layout_checks import DEPENDS
 from oneloop.machine.mixed_precision import HALF
-from oneloop.machine.replicas import replica_group
 from oneloop.optim.muon import Muon
 from oneloop.run.environment import computed_by
 from oneloop.task_protocol.evaluation_metrics import prefix

@@ -58,8 +58,7 @@ class Steps:
         run: this process.
         count: its position decides which samples come next.
         saves: whose errors the ranks share.
-        gradients: whose checks end a step: the contents of tensors and, under FSDP2, the units
-            that ran.
+        gradients: under FSDP2, the ranks compare the units that ran.
 
     Raises:
         OSError: too many saves in a row have failed.
@@ -72,7 +71,7 @@ class Steps:
         self._run = run
         self._count = count
         self._saves = saves
-        self._checks = gradients.checks
+        self._units = gradients.units
         self._restart = False  # whether to drop the steps that were loaded ahead
         self._save_flag = False  # whether the time for a save has come after the current step
         self._saved_at = time.monotonic()
@@ -126,20 +125,15 @@ class Steps:
             self._saved_at = now
         return due
 
-    def confirm(self, *, pending: bool) -> None:
-        """Check that nothing but its update has changed tensors in the pending step.
+    def compare_units(self) -> None:
+        """Under FSDP2, check that all ranks ran the same units in the pending step.
 
-        Under FSDP2, check also that all ranks ran the same units: wait for the all-reduce in
-        progress since that step; if there is none, make one. Collective: call on every rank.
-
-        Args:
-            pending: whether a step is pending.
+        Wait for the all-reduce in progress since that step; if there is none, make one.
+        Collective: call on every rank.
 
         Raises:
-            Inexact: a tensor has changed, or the ranks ran different units.
+            Inexact: the ranks ran different units.
         """
-        if pending and self._checks.contents is not None:
-            self._checks.contents.confirm()
         host = self._run.host
         if not self._run.sharded or host is None:
             return
@@ -147,11 +141,11 @@ class Steps:
             self._next.work.wait()
             sums = self._next.sums[-self._pending_hashes :]
         else:
-            sums = torch.tensor(self._checks.layout.hashes(), dtype=torch.float64)
+            sums = torch.tensor(self._units.hashes(), dtype=torch.float64)
             dist.all_reduce(sums, group=host)
         self._pending_hashes = 0
         if not agree(sums.tolist(), self._run.ranks):
-            raise disagreement(self._run.gathered(self._checks.layout.units.last))
+            raise disagreement(self._run.gathered(self._units.last))
 
     def _agreed(self) -> Generator[Group]:
         """Yield the steps. After a rewind, begin again at the position of the counters."""
@@ -230,7 +224,7 @@ class Steps:
         # one trains, so nobody waits for it.
         self._next = None
         for group in groups:
-            hashes = self._checks.layout.hashes() if self._run.sharded else []
+            hashes = self._units.hashes() if self._run.sharded else []
             weights = group.addends(self._run.rank, self._run.ranks)
             mine = torch.tensor(
                 [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64

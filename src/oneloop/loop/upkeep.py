@@ -5,13 +5,13 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from oneloop.checks.replicas import check_replicas
 from oneloop.data.skipped_rows import SKIPPED_ROWS
 from oneloop.loop.bad_steps import BadStepHandler
 from oneloop.loop.ending import Ending
 from oneloop.loop.evaluations import Evaluations
 from oneloop.loop.log_steps import LogSteps
 from oneloop.loop.parts import Parts
-from oneloop.machine.replicas import check_replicas
 from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.profiling import Profiling
 

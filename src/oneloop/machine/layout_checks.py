@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
-from oneloop.machine.fsdp2_units import SEARCH, Units, changed, froze
+from oneloop.machine.old_units import SEARCH, Units, changed, froze
 
 DEPENDS = "another parallel layout trains a different model"
 """what follows from a difference, for messages"""

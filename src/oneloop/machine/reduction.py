@@ -22,9 +22,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
+from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import dense, local, sharded_units
-from oneloop.machine.layout_checks import Checks, unreduced
+from oneloop.machine.fsdp2_units import SEARCH, Units
 
 
 class Reduction:
@@ -37,15 +38,15 @@ class Reduction:
     Args:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
         accumulate: micro-batches per step on each process.
-        checks: around each micro-batch.
+        units: FSDP2's, of which the gradients of unused parameters are dropped.
     """
 
-    def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
+    def __init__(self, model: nn.Module, *, accumulate: int, units: Units | None = None) -> None:
         # factor of the loss, which undoes accelerate's mean over the micro-batches
         self.factor = accumulate
         self._accumulate = accumulate
         self._leaves = 0  # of this step, so far
-        self._checks = checks or Checks(nn.Module())  # an empty model: no checks
+        self._used = units
         self._names = [
             bare_name(name)
             for name, parameter in model.named_parameters()
@@ -63,7 +64,7 @@ class Reduction:
             unit.set_force_sum_reduction_for_comms(True)
 
     def __enter__(self) -> None:
-        self._checks.begin()
+        """Prepare for the gradients of one micro-batch."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
@@ -71,13 +72,12 @@ class Reduction:
                 raise clear from None
             return
 
-        # Count the micro-batch, check it, and take its gradients.
+        # Count the micro-batch, and take its gradients.
         self._leaves = (self._leaves + 1) % self._accumulate
         last = not self._leaves
-        self._checks.end(last=last)
         self._take(last=last)
-        if last:
-            self._checks.drop_unused()
+        if last and self._used is not None:
+            self._used.drop_unused()
 
     def _take(self, *, last: bool) -> None:
         """Process the gradients of one micro-batch."""
@@ -102,7 +102,7 @@ class Tree(Reduction):
         parameters: the trained ones.
         ranks: number of processes, a power of two.
         accumulate: leaves per step on each process, a power of two.
-        checks: around each leaf.
+        units: FSDP2's, of which the gradients of unused parameters are dropped.
         see: called under FSDP2 with the gradients of a leaf before they are summed.
     """
 
@@ -113,10 +113,10 @@ class Tree(Reduction):
         *,
         ranks: int,
         accumulate: int,
-        checks: Checks | None = None,
+        units: Units | None = None,
         see: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
-        super().__init__(model, accumulate=accumulate, checks=checks)
+        super().__init__(model, accumulate=accumulate, units=units)
         self._parameters = parameters
         self._index = {id(p): index for index, p in enumerate(parameters)}
         self._ranks = ranks
@@ -237,6 +237,33 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
     if first:
         torch._foreach_add_(first, second)
     return sums
+
+
+def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
+    """Return a clear error instead of DDP's error about parameters without a gradient.
+
+    Return None for any other error.
+
+    Args:
+        error: which a step raised.
+        names: of the trained parameters, in DDP's order.
+    """
+    if not isinstance(error, RuntimeError):
+        return None  # such an error may not even be printable
+    text = str(error)
+    if "Expected to have finished reduction" not in text:
+        return None
+
+    # DDP lists the parameters by number.
+    missing = []
+    for number in text.rpartition("did not receive grad for rank")[2].partition(":")[2].split():
+        if number.isdecimal() and int(number) < len(names):
+            missing.append(names[int(number)])
+    known = ", ".join(missing[:3]) or "a parameter"
+    return Inexact(
+        f"{known} took no part in the loss of a step, and DDP waits for its gradient; set "
+        f"{SEARCH}, or freeze it (requires_grad_(False) in model())"
+    )
 
 
 class _Scatter(DefaultReduceScatter):

@@ -83,7 +83,6 @@ class StepCosts:
                 self.model,
                 self._parameters,
                 Preflight(metrics=names),
-                checked=False,
             )
 
         # Build the meter outside of fake mode: it computes real indices.

@@ -4,18 +4,16 @@
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.optimizer_tensors import optimizer_tensors
-from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import is_alone
+from oneloop.checks.state import state_hashes
 
 
 class ReplicasDiffer(RuntimeError):
@@ -57,35 +55,39 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     group = replica_group(model)
     if group is None:
         return
+    hashes = state_hashes(model, optimizer)
+    mine = {name: number for name, number in hashes.items() if not name.startswith("buffer ")}
 
-    # Gather the hashes of the replicas.
-    parameters = model.named_parameters()
-    named: dict[str, Tensor] = {bare_name(name): parameter for name, parameter in parameters}
-    named |= optimizer_tensors(model, optimizer)
-    device = next(iter(model.parameters())).device
-    mine = torch.stack([tensor_hash(tensor).to(device) for tensor in named.values()])
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    hashes_by_rank = dict(zip(ranks, torch.stack(gathered).tolist(), strict=True))  # host sync
-
-    # Find the ranks that differ from the majority, tensor by tensor.
-    differing: list[tuple[str, list[int]]] = []
-    for index, name in enumerate(named):
-        hashes = {rank: values[index] for rank, values in hashes_by_rank.items()}
-        usual = Counter(hashes.values()).most_common(1)[0][0]  # in a tie, the lowest rank's
-        if odd := [rank for rank, value in hashes.items() if value != usual]:
-            differing.append((name, odd))
-
-    # Tell all ranks, also those of other replica groups, so that all raise the same error.
+    # All ranks compare all groups of replicas, so that all raise the same error.
     everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, differing)
-    for several in everywhere:
-        if several:
-            name, odd = several[0]
-            more = f" (and in {len(several) - 1} more tensors)" if len(several) > 1 else ""
-            raise ReplicasDiffer(
-                f"step {step}: rank {', '.join(map(str, odd))} differs from the others in "
-                f"{name}{more}: a device or its memory is faulty; resume without it, from the last "
-                "checkpoint"
-            )
+    dist.all_gather_object(everywhere, (dist.get_process_group_ranks(group), mine))
+    for ranks, _ in everywhere:
+        compare_replicas({rank: everywhere[rank][1] for rank in ranks}, step=step)
+
+
+def compare_replicas(replicas: Mapping[int, Mapping[str, int]], *, step: int) -> None:
+    """Compare the hashes of :func:`state_hashes` of some ranks.
+
+    Args:
+        replicas: by rank.
+        step: number of the step, for the message.
+
+    Raises:
+        ReplicasDiffer: with the rank that differs from the majority, and the tensor.
+    """
+    differing: list[tuple[str, list[int]]] = []
+    for name in next(iter(replicas.values())):
+        hashes = {rank: replica.get(name) for rank, replica in replicas.items()}
+        usual = Counter(hashes.values()).most_common(1)[0][0]  # in a tie, the lowest rank's
+        odd = [rank for rank, value in hashes.items() if value != usual]
+        if odd:
+            differing.append((name.removeprefix("parameter "), odd))
+    if differing:
+        name, odd = differing[0]
+        more = f" (and in {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
+        raise ReplicasDiffer(
+            f"step {step}: rank {', '.join(map(str, odd))} differs from the others in "
+            f"{name}{more}: a device or its memory is faulty; resume without it, from the last "
+            "checkpoint. If this happens on other devices, too, the model changes its weights on "
+            "one rank: oneloop prove --every_step"
+        )

@@ -1,0 +1,469 @@
+"""What is compared while a run trains: nothing but samples, seeds and weights may matter.
+
+At some log lines, all ranks load the samples of one micro-batch again, and compute its loss and its
+gradients twice, with the seeds of the rank that trains it. They must get what this rank has loaded,
+and the same results each time, and the passes must leave all tensors as they were. A difference
+comes from state that samples, seeds and weights do not determine: tensors that a forward changes,
+attributes that change late, private generators, the number of a data worker, code that asks for its
+rank, or a faulty device.
+
+The repeat restores what it changes. It needs the memory of one micro-batch of a step, and of two
+more copies of its samples.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.seeds import key
+from oneloop.basics.tensor_hash import tensor_hashes
+from oneloop.checkpoint.weights import bare
+from oneloop.checks.passes import Pass, Wrapped, run_pass
+from oneloop.checks.replicas import compare_replicas
+from oneloop.checks.state import Values, changes, registered, restored, state_hashes
+from oneloop.checks.tolerance import tolerance_of
+from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.step_batches import Batch, Group, loader, to_device
+from oneloop.job.build import Job
+from oneloop.job.preflight_result import Preflight
+from oneloop.launch.processes import Run
+from oneloop.machine.blocks import BATCH_STATISTICS
+from oneloop.machine.fsdp2_units import Units
+
+DEPENDS = "another parallel layout trains a different model"
+"""what follows from a difference, for messages"""
+_GROWTH = 4  # each early interval with one repeat is longer than the one before
+_COPIED = 1 << 26  # bytes of parameters that are copied for a repeat
+_NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
+
+Place = tuple[int, int, int]
+"""position of a step's first sample, rank, and number of the micro-batch"""
+
+
+class _Report(NamedTuple):
+    """What one rank has found out."""
+
+    samples: dict[str, int]  # hash of each entry of the micro-batch, as loaded again
+    trained: dict[str, int]  # the same of what it trains on; empty on the other ranks
+    since: list[str]  # how tensors have changed since the last comparison, but not by updates
+    moved: list[str]  # how the first pass has changed tensors
+    attributes: list[str]  # that the first pass has changed
+    shared: dict[str, int]  # hash of each tensor that all ranks have, before the passes
+    passes: tuple[Pass, Pass]
+
+
+class Checks:
+    """Comparisons while a run trains, unless ``machine.check_every`` is 0.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        model: the prepared model.
+        trial: what the preflight check found out.
+        seed: seeds the random numbers of a micro-batch, by :data:`Place`.
+        units: those of FSDP2, which count the forwards of a step.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: Run,
+        model: nn.Module,
+        trial: Preflight,
+        *,
+        seed: Callable[[int, int, int], None],
+        units: Units,
+    ) -> None:
+        self._job = job
+        self._run = run
+        self._model = model
+        self._seed = seed
+        self._units = units
+        self.equal_at = 0  # number of the last step whose comparisons were equal
+
+        # Which tensors may change, and a change of which is an error?
+        self._moving = set([trial.moved] if trial.moved else [])  # TEMP
+        self._rejected: tuple[str, ...] = ()
+        if job.exact:
+            self._rejected = ("parameter", "buffer")
+        elif run.ranks > 1:
+            self._rejected = ("parameter",)
+
+        # A model that is known to be stateful would only be reported once more.
+        self._compares_results = job.exact or not trial.stateful
+        # Where a rerun gives the same bits, they are compared.
+        one_host = run.local_ranks == run.ranks
+        self._bits = job.exact or job.recipe.machine.deterministic
+        if run.device.type == "cpu" and one_host:
+            self._bits = True
+        self._least = tolerance_of(job, run, model)
+
+        # Of the last comparison: tensors, and what it has loaded.
+        self._last: dict[str, tuple[Tensor, bool, int]] = {}
+        self._loaded: tuple[Place, dict[str, int]] | None = None
+
+    def before_step(self, group: Group, position: int) -> None:
+        """At some log lines, repeat a micro-batch of a step. Collective: call on every rank.
+
+        Args:
+            group: this rank's micro-batches of the step, which it still has afterwards.
+            position: index of the step's first sample in the order of all samples.
+
+        Raises:
+            Inexact: a result depends on the parallel layout, and the run promises otherwise.
+            ReplicasDiffer: two ranks hold different weights.
+        """
+        if "check" not in self._job.intervals:
+            return
+        if not self._last:
+            self._changed_since()
+        number = position // self._job.layout.size + 1
+        if self._loaded is not None:
+            self._load_once_more(number)
+        if self._is_due(number):
+            self._repeat(group, position, number)
+
+    @contextmanager
+    def unchanged(self, what: str) -> Iterator[None]:
+        """Compare all tensors before and after this context. Collective; host sync.
+
+        Args:
+            what: happens in it, for messages.
+
+        Raises:
+            Inexact: a tensor has changed.
+        """
+        if "check" not in self._job.intervals:
+            yield
+            return
+        before = state_hashes(self._model)
+        yield
+        found: list[list[str]] = self._run.gathered(changes(before, state_hashes(self._model)))
+        self._judge(chain.from_iterable(found), "the ", f"in {what}")
+
+    def _is_due(self, number: int) -> bool:
+        """Return whether to repeat at this step: some log steps, early and then rarely.
+
+        There is one in each interval of log lines. The intervals grow until they are as long as
+        ``machine.check_every``.
+
+        Args:
+            number: of the step.
+        """
+        intervals = self._job.intervals
+        if not intervals.is_due("log", number):
+            return False
+        if number >= intervals.total:
+            return True
+        every = intervals.every["log"]
+        line = number // every
+
+        # Find the interval of this log line.
+        longest = max(1, intervals.every["check"] // every)
+        start = 1
+        length = min(longest, _GROWTH - 1)
+        while line >= start + length:
+            start += length
+            length = min(longest, (_GROWTH - 1) * start)
+            if length == longest:
+                start += (line - start) // length * length
+        return line == start + key(self._job.recipe.seed, start) % length
+
+    def _repeat(self, group: Group, position: int, number: int) -> None:
+        """Repeat one micro-batch of one rank on all ranks, and judge the results."""
+        run = self._run
+        accumulate = self._job.layout.accumulate
+        rank, micro = divmod(
+            key(self._job.recipe.seed, position) % (run.ranks * accumulate), accumulate
+        )
+        place = position, rank, micro
+
+        # What this rank trains on, and the same samples loaded again.
+        delivered = [next(group.batches) for _ in range(micro + 1)]
+        group.batches = chain(delivered, group.batches)
+        trained = _hashes(delivered[-1]) if run.rank == rank else {}
+        batch = self._load(place)
+        self._loaded = place, _hashes(batch)
+
+        # All ranks judge the same reports, so that all of them raise the same error.
+        try:
+            mine = self._compute_twice(batch, trained, place)
+        except Inexact as error:
+            raise Inexact(f"step {number}: {error}", equal_at=self.equal_at) from None
+        reports: list[_Report] = run.gathered(mine)
+        moved = (change for report in reports for change in report.moved)
+        since = (change for report in reports for change in report.since)
+        start = f"step {number}: the "
+        if self._judge(moved, start, "in a forward, and not by an update"):
+            return
+        if self._judge(since, start, f"since step {self.equal_at}, and not by an update"):
+            return
+        compare_replicas(dict(enumerate(self._trained(reports))), step=number)
+
+        # Samples and results must be equal, too.
+        why = self._samples_differ(reports, rank) or self._tensors_differ(reports)
+        if self._compares_results:
+            why = why or self._reruns_differ(reports) or self._ranks_differ(reports, rank)
+        if why:
+            self._report(number, why)
+        else:
+            self.equal_at = number
+
+    def _report(self, number: int, why: str) -> None:
+        """Raise Inexact with ``batch.grain``; else report it, once."""
+        if self._job.exact:
+            raise Inexact(f"step {number}: {why}", equal_at=self.equal_at)
+        self._run.display.say(f"step {number}: {why}; {DEPENDS}")
+        self._compares_results = False
+
+    def _judge(self, found: Iterable[str], start: str, when: str) -> bool:
+        """Raise Inexact if a tensor has changed that must not, or report the first change.
+
+        Args:
+            found: the same on all ranks: "buffer queue has changed", ….
+            start: first words of the message.
+            when: the change happened, in words.
+
+        Returns:
+            Whether a change was reported.
+        """
+        found = [change for change in found if _name(change) not in self._moving]
+        errors = [change for change in found if change.startswith(self._rejected)]
+        if errors:
+            raise Inexact(
+                f"{start}{errors[0]} {when}, so the weights would depend on the parallel layout; "
+                "let nothing but the optimizer change it, or train on one process without "
+                "batch.grain",
+                equal_at=self.equal_at,
+            )
+        if found:
+            self._run.display.say(f"{start}{found[0]} {when}; {DEPENDS}")
+            self._moving.update(map(_name, found))
+        return bool(found)
+
+    def _load(self, place: Place) -> Batch:
+        """Return a micro-batch, loaded again."""
+        job = self._job
+        layout = job.layout
+        position, rank, micro = place
+        begin = position + layout.each * layout.leaf(rank, micro)
+        epochs, indices = job.order.at(np.arange(begin, begin + layout.each))
+        places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+
+        # A data worker loads it, if the run has any: this process must not touch their files.
+        workers = min(1, self._run.workers(job.recipe.machine.workers))
+        before = None if workers else Values({"train": job.train_set, "task": job.task}, set())
+        samples = SeededSamples(job.train_set, seed=job.recipe.seed, name="train")
+        loaded = loader(
+            samples, job.collate, [places], workers=workers, device=self._run.device, pinned=False
+        )
+        [(batch, _)] = loaded
+        if before is not None:
+            before.restore()
+        return to_device(batch, self._run.device)
+
+    def _load_once_more(self, number: int) -> None:
+        """Load the samples of the last repeat once more: a data set may follow a counter."""
+        assert self._loaded is not None
+        place, before = self._loaded
+        self._loaded = None
+        after = _hashes(self._load(place))
+        differ = [name for name in before if after.get(name) != before[name]]
+        names: list[list[str]] = self._run.gathered(differ)
+        for rank, differ in enumerate(names):
+            if differ and self._compares_results:
+                self._report(number, _other_samples(rank, differ[0], "it has loaded before"))
+
+    def _compute_twice(self, batch: Batch, trained: dict[str, int], place: Place) -> _Report:
+        """Make two passes over a micro-batch, and undo what they change."""
+        model = bare(self._model)
+        since = self._changed_since()
+        before = {name: number for name, (_, _, number) in self._last.items()}
+        shared = {}
+        for name, (tensor, _, number) in self._last.items():
+            if name not in self._moving and not isinstance(tensor, DTensor):
+                shared[name] = number
+        moving = {n: t.detach().clone() for n, (t, _, _) in self._last.items() if n in self._moving}
+        try:
+            with restored(
+                self._run.device, model=model, task=self._job.task, most=_COPIED
+            ) as values:
+                first = self._pass(batch, place)
+                moved = changes(before, state_hashes(model))
+                attributes = values.changed()
+                _restore(model, moving)
+                second = self._pass(batch, place)
+        finally:
+            self._units.forget()
+        return _Report(_hashes(batch), trained, since, moved, attributes, shared, (first, second))
+
+    def _changed_since(self) -> list[str]:
+        """Return how tensors have changed since the last call, but not by updates."""
+        before = self._last
+        hashes = state_hashes(self._model)
+        self._last = {}
+        found = []
+        for name, tensor in registered(self._model).items():
+            self._last[name] = tensor, tensor.requires_grad, hashes[name]
+            if name not in before:
+                found.append(f"{name} was registered")
+                continue
+            held, trained, number = before[name]
+            if trained or tensor.requires_grad:
+                changed = held is not tensor or trained is not tensor.requires_grad
+            else:
+                changed = hashes[name] != number
+            if changed:
+                found.append(f"{name} has changed")
+        found += [f"{name} was removed" for name in before if name not in self._last]
+        return found if before else []
+
+    def _pass(self, batch: Batch, place: Place) -> Pass:
+        """Make one forward and backward over a micro-batch."""
+        replicated = self._run.ranks > 1 and not self._run.sharded
+        model = Wrapped(bare(self._model)) if replicated else self._model
+        # The loss may change its batch in place: give it a copy.
+        copy = {name: one.clone() if torch.is_tensor(one) else one for name, one in batch.items()}
+        self._seed(*place)
+        result = run_pass(model, lambda: self._job.task.loss(model, copy))
+        return result._replace(outputs={})
+
+    def _samples_differ(self, reports: Sequence[_Report], chosen: int) -> str:
+        """Return how samples differ that were loaded again; empty if they do not."""
+        trained = reports[chosen].trained
+        for rank, report in enumerate(reports):
+            for name in trained:
+                if report.samples.get(name) != trained[name]:
+                    return _other_samples(rank, name, f"rank {chosen} trains on")
+        return ""
+
+    def _tensors_differ(self, reports: Sequence[_Report]) -> str:
+        """Return which tensor, that no optimizer trains, differs between ranks; empty if none."""
+        first = reports[0].shared
+        for rank, report in enumerate(reports):
+            for name, number in report.shared.items():
+                if first.get(name) != number and not self._last[name][1]:
+                    return f"the {name} differs between rank 0 and rank {rank}"
+        return ""
+
+    def _trained(self, reports: Sequence[_Report]) -> Iterator[dict[str, int]]:
+        """Yield each rank's hashes of the tensors that all ranks train."""
+        for report in reports:
+            yield {name: one for name, one in report.shared.items() if self._last[name][1]}
+
+    def _reruns_differ(self, reports: Sequence[_Report]) -> str:
+        """Return how the two passes of a rank differ; empty if they do not, or need not."""
+        if not self._bits:
+            return ""
+        for rank, report in enumerate(reports):
+            again = _difference(*report.passes, {})
+            if again:
+                names = [*dict.fromkeys(report.attributes)]
+                changed = ", ".join(names[:3]) or "nothing that can be compared"
+                return (
+                    f"rank {rank} got {again} for the same micro-batch, seeds and weights the "
+                    f"second time; what changed in between: {changed}"
+                )
+        return ""
+
+    def _ranks_differ(self, reports: Sequence[_Report], chosen: int) -> str:
+        """Return how the passes of two ranks differ; empty if they do not, or need not."""
+        # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
+        statistics = set()
+        for prefix, module in bare(self._model).named_modules():
+            if isinstance(module, BATCH_STATISTICS):
+                statistics |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
+        if self._moving - statistics:
+            return ""
+        noise = self._noise(reports)
+        for rank, report in enumerate(reports):
+            found = _difference(reports[chosen].passes[0], report.passes[0], noise)
+            if found:
+                return (
+                    f"ranks {chosen} and {rank} got {found} for the same micro-batch, seeds and "
+                    "weights"
+                )
+        return ""
+
+    def _noise(self, reports: Sequence[_Report]) -> dict[str, float]:
+        """Return by how much reruns may differ: of the loss (""), and of each gradient."""
+        noise: dict[str, float] = {}
+        for report in reports:
+            one, other = report.passes
+            least = 0.0 if self._bits else self._least
+            noise[""] = max(
+                noise.get("", 0.0),
+                least * abs(one.loss),
+                _NOISE * abs(one.loss - other.loss),
+            )
+            for name, gradient in one.gradients.items():
+                again = other.gradients.get(name, gradient)
+                noise[name] = max(
+                    noise.get(name, 0.0),
+                    least * gradient.norm,
+                    _NOISE * abs(gradient.product - again.product),
+                )
+        return noise
+
+
+def _difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
+    """Return how two passes differ; empty if they do not, or are not finite."""
+    if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
+        return ""
+    if not abs(one.loss - other.loss) <= noise.get("", 0.0):
+        return f"the losses {one.loss:.9g} and {other.loss:.9g}"
+    for name in one.gradients.keys() | other.gradients.keys():
+        mine = one.gradients.get(name)
+        theirs = other.gradients.get(name)
+        if mine is None or theirs is None:
+            return f"a gradient of {name} only once"
+        finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
+        if mine.hash == theirs.hash or not finite:
+            continue
+        if noise.get(name, 0.0) and abs(mine.product - theirs.product) <= noise[name]:
+            continue
+        return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
+    return ""
+
+
+def _other_samples(rank: int, name: str, known: str) -> str:
+    """Return the sentence on a rank that has loaded other samples than those that are known."""
+    return (
+        f"rank {rank} has loaded other values of {name!r} for the samples of a micro-batch than "
+        f"{known}: the data set or collate depends on more than the index, the epoch and the seed "
+        "(a counter, a private generator, a changed sample, a data worker's number)"
+    )
+
+
+def _name(change: str) -> str:
+    """Return kind and name of the tensor in "buffer queue has changed"."""
+    return " ".join(change.split()[:2])
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, contents: Mapping[str, Tensor]) -> None:
+    """Restore tensors that may change, so that the next pass has the same ones."""
+    for name, tensor in registered(model).items():
+        content = contents.get(name)
+        if content is not None and content.shape == tensor.shape:
+            tensor.copy_(content)
+
+
+def _hashes(batch: Mapping[str, Any]) -> dict[str, int]:
+    """Return a hash of each entry of a batch. Host sync."""
+    hashes = {}
+    for name, value in batch.items():
+        if torch.is_tensor(value) and value.layout is torch.strided:
+            hashes[name] = tensor_hashes([value])[0]
+        elif isinstance(value, str | int | float | bool | list | tuple):
+            hashes[name] = zlib.crc32(repr(value).encode())
+    return hashes
