@@ -44,6 +44,10 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 HELPERS = ("tests/helpers", "tests")
 CLOCKED = {
+    "oneloop.checks.repeats": ("Checks",),
+    "oneloop.checks.replicas": ("check_replicas",),
+    "oneloop.machine.fsdp2_units": ("Units",),
+    # of the checks before 2026-12-01
     "oneloop.machine.layout_checks": ("Checks", "Units"),
     "oneloop.machine.contents": ("Contents",),
     "oneloop.machine.replicas": ("check_replicas",),

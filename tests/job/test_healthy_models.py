@@ -17,7 +17,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.job.preflight_result",
     "oneloop.job.sample_sums",
     "oneloop.job.trial_passes",
-    "oneloop.loop.repeat",
+    "oneloop.checks.repeats",
     "oneloop.loop.start_lines",
 )
 

@@ -12,7 +12,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.device_flag",
-    "oneloop.loop.step_checks",
+    "oneloop.checks.repeats",
     "oneloop.loop.steps",
     "oneloop.train",
 )

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.job.preflight",
     "oneloop.loop.gradients",
     "oneloop.loop.step_checks",
-    "oneloop.machine.layout_checks",
+    "oneloop.machine.fsdp2_units",
 )
 
 QUICK = [

@@ -20,12 +20,11 @@ from zoo_silent import ANY, SILENT
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensor_hash",
+    "oneloop.checks.passes",
+    "oneloop.checks.repeats",
+    "oneloop.checks.state",
     "oneloop.loop.start_lines",
-    "oneloop.loop.step_checks",
-    "oneloop.machine.contents",
     "oneloop.machine.fsdp2_units",
-    "oneloop.machine.layout_checks",
-    "oneloop.machine.small_tensors",
 )
 
 QUICK = [

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.seeds",
     "oneloop.checkpoint.checkpoints",
     "oneloop.checkpoint.weights",
+    "oneloop.checks.replicas",
+    "oneloop.checks.state",
     "oneloop.data.batch_layout",
     "oneloop.data.order",
     "oneloop.data.step_batches",
@@ -24,7 +26,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.machine.micro_batch",
     "oneloop.machine.recompute",
     "oneloop.machine.reduction",
-    "oneloop.machine.replicas",
     "oneloop.machine.torch_settings",
     "oneloop.measure.advice",
     "oneloop.measure.clock",
@@ -317,7 +318,7 @@ def test_policy_and_guard_skip_in_a_plain_loop():
 def test_replica_check_garbage_and_switches_in_a_plain_loop():
     import gc
 
-    from oneloop.machine.replicas import check_replicas
+    from oneloop.checks.replicas import check_replicas
     from oneloop.machine.torch_settings import channels_last, float32_products, scheduled_garbage
 
     accelerator = Accelerator()

@@ -11,12 +11,11 @@ The repeat restores what it changes. It needs the memory of one micro-batch of a
 more copies of its samples.
 """
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +28,14 @@ from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.replicas import compare_replicas
+from oneloop.checks.reports import (
+    Report,
+    other_samples,
+    ranks_differ,
+    reruns_differ,
+    samples_differ,
+    tensors_differ,
+)
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import tolerance_of
 from oneloop.data.seeded_samples import SeededSamples
@@ -38,27 +45,15 @@ from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import BATCH_STATISTICS
 from oneloop.machine.fsdp2_units import Units
+from oneloop.task_protocol.whole_batch import is_whole_batch
 
 DEPENDS = "another parallel layout trains a different model"
 """what follows from a difference, for messages"""
 _GROWTH = 4  # each early interval with one repeat is longer than the one before
 _COPIED = 1 << 26  # bytes of parameters that are copied for a repeat
-_NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
 
 Place = tuple[int, int, int]
 """position of a step's first sample, rank, and number of the micro-batch"""
-
-
-class _Report(NamedTuple):
-    """What one rank has found out."""
-
-    samples: dict[str, int]  # hash of each entry of the micro-batch, as loaded again
-    trained: dict[str, int]  # the same of what it trains on; empty on the other ranks
-    since: list[str]  # how tensors have changed since the last comparison, but not by updates
-    moved: list[str]  # how the first pass has changed tensors
-    attributes: list[str]  # that the first pass has changed
-    shared: dict[str, int]  # hash of each tensor that all ranks have, before the passes
-    passes: tuple[Pass, Pass]
 
 
 class Checks:
@@ -99,7 +94,8 @@ class Checks:
             self._rejected = ("parameter",)
 
         # A model that is known to be stateful would only be reported once more.
-        self._compares_results = job.exact or not trial.stateful
+        self._strict = job.exact or is_whole_batch(job.task)
+        self._reported = bool(trial.stateful) and not self._strict
         # Where a rerun gives the same bits, they are compared.
         one_host = run.local_ranks == run.ranks
         self._bits = job.exact or job.recipe.machine.deterministic
@@ -199,7 +195,7 @@ class Checks:
             mine = self._compute_twice(batch, trained, place)
         except Inexact as error:
             raise Inexact(f"step {number}: {error}", equal_at=self.equal_at) from None
-        reports: list[_Report] = run.gathered(mine)
+        reports: list[Report] = run.gathered(mine)
         moved = (change for report in reports for change in report.moved)
         since = (change for report in reports for change in report.since)
         start = f"step {number}: the "
@@ -207,23 +203,24 @@ class Checks:
             return
         if self._judge(since, start, f"since step {self.equal_at}, and not by an update"):
             return
-        compare_replicas(dict(enumerate(self._trained(reports))), step=number)
+        compare_replicas({n: one.weights for n, one in enumerate(reports)}, step=number)
 
         # Samples and results must be equal, too.
-        why = self._samples_differ(reports, rank) or self._tensors_differ(reports)
-        if self._compares_results:
-            why = why or self._reruns_differ(reports) or self._ranks_differ(reports, rank)
+        why = "" if self._reported else self._differ(reports, rank)
         if why:
             self._report(number, why)
         else:
             self.equal_at = number
 
     def _report(self, number: int, why: str) -> None:
-        """Raise Inexact with ``batch.grain``; else report it, once."""
-        if self._job.exact:
+        """Raise Inexact if the run promises equal results; else report it, once.
+
+        A loss over the whole batch computes each embedding twice, and needs equal ones.
+        """
+        if self._strict:
             raise Inexact(f"step {number}: {why}", equal_at=self.equal_at)
         self._run.display.say(f"step {number}: {why}; {DEPENDS}")
-        self._compares_results = False
+        self._reported = True
 
     def _judge(self, found: Iterable[str], start: str, when: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
@@ -280,18 +277,15 @@ class Checks:
         differ = [name for name in before if after.get(name) != before[name]]
         names: list[list[str]] = self._run.gathered(differ)
         for rank, differ in enumerate(names):
-            if differ and self._compares_results:
-                self._report(number, _other_samples(rank, differ[0], "it has loaded before"))
+            if differ and not self._reported:
+                self._report(number, other_samples(rank, differ[0], "it has loaded before"))
 
-    def _compute_twice(self, batch: Batch, trained: dict[str, int], place: Place) -> _Report:
+    def _compute_twice(self, batch: Batch, trained: dict[str, int], place: Place) -> Report:
         """Make two passes over a micro-batch, and undo what they change."""
         model = bare(self._model)
         since = self._changed_since()
         before = {name: number for name, (_, _, number) in self._last.items()}
-        shared = {}
-        for name, (tensor, _, number) in self._last.items():
-            if name not in self._moving and not isinstance(tensor, DTensor):
-                shared[name] = number
+        weights, others = self._shared()
         moving = {n: t.detach().clone() for n, (t, _, _) in self._last.items() if n in self._moving}
         try:
             with restored(
@@ -304,7 +298,29 @@ class Checks:
                 second = self._pass(batch, place)
         finally:
             self._units.forget()
-        return _Report(_hashes(batch), trained, since, moved, attributes, shared, (first, second))
+        return Report(
+            samples=_hashes(batch),
+            trained=trained,
+            since=since,
+            moved=moved,
+            attributes=attributes,
+            weights=weights,
+            others=others,
+            passes=(first, second),
+        )
+
+    def _shared(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return hashes of the tensors that all ranks have: trained ones, and all others."""
+        weights = {}
+        others = {}
+        for name, (tensor, trained, number) in self._last.items():
+            if name in self._moving or isinstance(tensor, DTensor):
+                continue
+            if trained:
+                weights[name] = number
+            else:
+                others[name] = number
+        return weights, others
 
     def _changed_since(self) -> list[str]:
         """Return how tensors have changed since the last call, but not by updates."""
@@ -337,111 +353,23 @@ class Checks:
         result = run_pass(model, lambda: self._job.task.loss(model, copy))
         return result._replace(outputs={})
 
-    def _samples_differ(self, reports: Sequence[_Report], chosen: int) -> str:
-        """Return how samples differ that were loaded again; empty if they do not."""
-        trained = reports[chosen].trained
-        for rank, report in enumerate(reports):
-            for name in trained:
-                if report.samples.get(name) != trained[name]:
-                    return _other_samples(rank, name, f"rank {chosen} trains on")
-        return ""
-
-    def _tensors_differ(self, reports: Sequence[_Report]) -> str:
-        """Return which tensor, that no optimizer trains, differs between ranks; empty if none."""
-        first = reports[0].shared
-        for rank, report in enumerate(reports):
-            for name, number in report.shared.items():
-                if first.get(name) != number and not self._last[name][1]:
-                    return f"the {name} differs between rank 0 and rank {rank}"
-        return ""
-
-    def _trained(self, reports: Sequence[_Report]) -> Iterator[dict[str, int]]:
-        """Yield each rank's hashes of the tensors that all ranks train."""
-        for report in reports:
-            yield {name: one for name, one in report.shared.items() if self._last[name][1]}
-
-    def _reruns_differ(self, reports: Sequence[_Report]) -> str:
-        """Return how the two passes of a rank differ; empty if they do not, or need not."""
-        if not self._bits:
-            return ""
-        for rank, report in enumerate(reports):
-            again = _difference(*report.passes, {})
-            if again:
-                names = [*dict.fromkeys(report.attributes)]
-                changed = ", ".join(names[:3]) or "nothing that can be compared"
-                return (
-                    f"rank {rank} got {again} for the same micro-batch, seeds and weights the "
-                    f"second time; what changed in between: {changed}"
-                )
-        return ""
-
-    def _ranks_differ(self, reports: Sequence[_Report], chosen: int) -> str:
-        """Return how the passes of two ranks differ; empty if they do not, or need not."""
+    def _differ(self, reports: Sequence[Report], chosen: int) -> str:
+        """Return the first difference of samples, tensors and results; empty if there is none."""
+        why = samples_differ(reports, chosen) or tensors_differ(reports)
+        if not why and self._bits:
+            why = reruns_differ(reports)
         # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
-        statistics = set()
+        if not why and self._moving <= self._statistics():
+            why = ranks_differ(reports, chosen, least=0.0 if self._bits else self._least)
+        return why
+
+    def _statistics(self) -> set[str]:
+        """Return the names of BatchNorm's buffers, which a forward in training does not read."""
+        names = set()
         for prefix, module in bare(self._model).named_modules():
             if isinstance(module, BATCH_STATISTICS):
-                statistics |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
-        if self._moving - statistics:
-            return ""
-        noise = self._noise(reports)
-        for rank, report in enumerate(reports):
-            found = _difference(reports[chosen].passes[0], report.passes[0], noise)
-            if found:
-                return (
-                    f"ranks {chosen} and {rank} got {found} for the same micro-batch, seeds and "
-                    "weights"
-                )
-        return ""
-
-    def _noise(self, reports: Sequence[_Report]) -> dict[str, float]:
-        """Return by how much reruns may differ: of the loss (""), and of each gradient."""
-        noise: dict[str, float] = {}
-        for report in reports:
-            one, other = report.passes
-            least = 0.0 if self._bits else self._least
-            noise[""] = max(
-                noise.get("", 0.0),
-                least * abs(one.loss),
-                _NOISE * abs(one.loss - other.loss),
-            )
-            for name, gradient in one.gradients.items():
-                again = other.gradients.get(name, gradient)
-                noise[name] = max(
-                    noise.get(name, 0.0),
-                    least * gradient.norm,
-                    _NOISE * abs(gradient.product - again.product),
-                )
-        return noise
-
-
-def _difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
-    """Return how two passes differ; empty if they do not, or are not finite."""
-    if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
-        return ""
-    if not abs(one.loss - other.loss) <= noise.get("", 0.0):
-        return f"the losses {one.loss:.9g} and {other.loss:.9g}"
-    for name in one.gradients.keys() | other.gradients.keys():
-        mine = one.gradients.get(name)
-        theirs = other.gradients.get(name)
-        if mine is None or theirs is None:
-            return f"a gradient of {name} only once"
-        finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
-        if mine.hash == theirs.hash or not finite:
-            continue
-        if noise.get(name, 0.0) and abs(mine.product - theirs.product) <= noise[name]:
-            continue
-        return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
-    return ""
-
-
-def _other_samples(rank: int, name: str, known: str) -> str:
-    """Return the sentence on a rank that has loaded other samples than those that are known."""
-    return (
-        f"rank {rank} has loaded other values of {name!r} for the samples of a micro-batch than "
-        f"{known}: the data set or collate depends on more than the index, the epoch and the seed "
-        "(a counter, a private generator, a changed sample, a data worker's number)"
-    )
+                names |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
+        return names
 
 
 def _name(change: str) -> str:

@@ -227,14 +227,14 @@ class Values:
         if isinstance(value, _CONTAINERS):
             return value.copy, lambda copy: _refill(value, copy)
         if isinstance(value, torch.Generator):
-            return value.get_state, value.set_state
+            return lambda: value.get_state().tolist(), lambda state: _set_state(value, state)
         if isinstance(value, random.Random):
             return value.getstate, value.setstate
         if isinstance(value, np.random.RandomState):
             return value.get_state, value.set_state
         if isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            return lambda: bits.state, lambda state: setattr(bits, "state", state)
+            return lambda: (bits.state,), lambda state: setattr(bits, "state", *state)
         if isinstance(value, type) and _is_own(value):
             return lambda: _data_of(value), lambda data: _reset_class(value, data)
         return None
@@ -291,6 +291,10 @@ def _tensor_content(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], 
             tensor.requires_grad_(trained)
 
     return get, put
+
+
+def _set_state(generator: torch.Generator, state: list[int]) -> None:
+    generator.set_state(torch.tensor(state, dtype=torch.uint8))
 
 
 def _refill(value: Any, copy: Any) -> None:

@@ -14,7 +14,7 @@ from worlds import run, train
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensor_hash",
     "oneloop.loop.start_lines",
-    "oneloop.machine.replicas",
+    "oneloop.checks.replicas",
 )
 
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneloop.job.restore import KeptTensors
-from oneloop.loop.repeat import Repeats, _Pass
+from oneloop.checks.passes import Measure, Pass, run_pass
+from oneloop.checks.repeats import Checks
+from oneloop.checks.reports import difference
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.job.build",
-    "oneloop.job.build",
-    "oneloop.job.restore",
+    "oneloop.checks.passes",
+    "oneloop.checks.repeats",
+    "oneloop.checks.reports",
     "oneloop.checks.tolerance",
-    "oneloop.loop.repeat",
+    "oneloop.job.build",
 )
 
 WORDS = ["--batch.size", "16", "--batch.micro", "4", "--duration", "16", "--machine.dtype"]
@@ -59,7 +60,7 @@ def test_late_state_is_reported_once(tmp_path, task, found):
 
 
 def test_with_the_grain_late_state_ends_the_run_and_a_checkpoint_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("test_repeat.WORDS", grain(WORDS))
+    monkeypatch.setattr("test_repeats.WORDS", grain(WORDS))
     world, folder = trained(tmp_path, "LateQueue")
     assert set(world.codes) == {1}
     summary = (folder / "summary.json").read_text()
@@ -90,25 +91,33 @@ def test_repeats_change_no_bit(tmp_path, task, config):
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
 
-def test_gradients_that_are_not_finite_are_no_difference():
+def test_gradients_that_are_not_finite_are_nodifference():
     nan = float("nan")
-    one = _Pass(1.0, {"w": (3, nan, nan), "b": (1, 2.0, 2.0)})
-    assert Repeats._apart(None, one, _Pass(1.0, {"w": (4, nan, nan), "b": (1, 2.0, 2.0)}), {}) == ""
-    finite = _Pass(1.0, {"w": (4, 0.5, 0.5), "b": (1, 2.0, 2.0)})
-    assert "gradients of w" in Repeats._apart(None, one, finite, {})
+    bias = Measure(1, 2.0, 2.0)
+    one = Pass(1.0, {}, {"w": Measure(3, nan, nan), "b": bias})
+    other = Pass(1.0, {}, {"w": Measure(4, nan, nan), "b": bias})
+    assert difference(one, other, {}) == ""
+    finite = Pass(1.0, {}, {"w": Measure(4, 0.5, 0.5), "b": bias})
+    assert "gradients of w" in difference(one, finite, {})
 
 
-def test_a_change_of_a_tensor_that_was_not_copied_is_named():
-    model = torch.nn.Linear(2, 2)
-    for most, expected in ((1000, []), (0, ["bias"])):
-        kept = KeptTensors(model, most=most)
-        before = model.bias.detach().clone()
-        model.bias.data = model.bias.data + 1
-        assert kept.changed() == ["bias"]
-        assert kept.restore() == []  # the memory of before
-        model.bias.data.add_(1)
-        assert kept.restore() == expected
-        assert torch.equal(model.bias, before) == (not expected)
+def test_a_pass_measures_gradients_and_leaves_none():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+    unused = torch.nn.Linear(2, 2)
+    model.add_module("unused", unused)
+    x = torch.randn(5, 3)
+
+    def loss_of(rows):
+        return lambda: (model[1](model[0](rows)).square().sum(), {})
+
+    whole = run_pass(model, loss_of(x))
+    parts = [run_pass(model, loss_of(row[None])) for row in x]
+    assert whole.gradients.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for name, gradient in whole.gradients.items():
+        total = sum(part.gradients[name].product for part in parts)
+        assert gradient.product == pytest.approx(total, rel=1e-5)
+    assert whole.gradients["0.weight"] == run_pass(model, loss_of(x)).gradients["0.weight"]
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 class _Due:
@@ -119,14 +128,13 @@ class _Due:
 
         from oneloop.job.build import Intervals
 
-        self._on = True
         self._job = SimpleNamespace(
             intervals=Intervals({"log": log, "check": check}, total),
             recipe=SimpleNamespace(seed=3),
         )
 
     def steps(self, until: int) -> list[int]:
-        return [step for step in range(1, until + 1) if Repeats.due(self, step)]
+        return [step for step in range(1, until + 1) if Checks._is_due(self, step)]
 
 
 def test_repeats_are_early_and_then_rare():

@@ -1,0 +1,131 @@
+"""What the ranks have found out in a repeat of a micro-batch, and how their reports differ."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from oneloop.checks.passes import Pass
+
+_NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
+
+
+class Report(NamedTuple):
+    """What one rank has found out."""
+
+    samples: dict[str, int]  # hash of each entry of the micro-batch, as loaded again
+    trained: dict[str, int]  # the same of what it trains on; empty on the other ranks
+    since: list[str]  # how tensors have changed since the last comparison, but not by updates
+    moved: list[str]  # how the first pass has changed tensors
+    attributes: list[str]  # that the first pass has changed
+    weights: dict[str, int]  # hash of each trained tensor that all ranks have, before the passes
+    others: dict[str, int]  # the same of tensors that no optimizer changes
+    passes: tuple[Pass, Pass]
+
+
+def samples_differ(reports: Sequence[Report], chosen: int) -> str:
+    """Return how samples differ that were loaded again; an empty text if they do not.
+
+    Args:
+        reports: of all ranks.
+        chosen: the rank that trains the micro-batch.
+    """
+    trained = reports[chosen].trained
+    for rank, report in enumerate(reports):
+        for name in trained:
+            if report.samples.get(name) != trained[name]:
+                return other_samples(rank, name, f"rank {chosen} trains on")
+    return ""
+
+
+def other_samples(rank: int, name: str, known: str) -> str:
+    """Return the sentence on a rank that has loaded other samples than those that are known."""
+    return (
+        f"rank {rank} has loaded other values of {name!r} for the samples of a micro-batch than "
+        f"{known}: the data set or collate depends on more than the index, the epoch and the seed "
+        "(a counter, a private generator, a changed sample, a data worker's number)"
+    )
+
+
+def tensors_differ(reports: Sequence[Report]) -> str:
+    """Return which tensor, that no optimizer changes, differs between ranks; empty: none."""
+    first = reports[0].others
+    for rank, report in enumerate(reports):
+        for name, number in report.others.items():
+            if first.get(name) != number:
+                return f"the {name} differs between rank 0 and rank {rank}"
+    return ""
+
+
+def reruns_differ(reports: Sequence[Report]) -> str:
+    """Return how the two passes of a rank differ; an empty text if they are bit-identical."""
+    for rank, report in enumerate(reports):
+        again = difference(*report.passes, {})
+        if again:
+            names = [*dict.fromkeys(report.attributes)]
+            changed = ", ".join(names[:3]) or "nothing that can be compared"
+            return (
+                f"rank {rank} got {again} for the same micro-batch, seeds and weights the second "
+                f"time; what changed in between: {changed}"
+            )
+    return ""
+
+
+def ranks_differ(reports: Sequence[Report], chosen: int, *, least: float) -> str:
+    """Return how the passes of two ranks differ; an empty text if they do not.
+
+    They may differ by ten times the difference of two reruns.
+
+    Args:
+        reports: of all ranks.
+        chosen: the rank that trains the micro-batch.
+        least: smallest relative difference that counts, unless reruns are bit-identical (0).
+    """
+    noise = _noise(reports, least)
+    for rank, report in enumerate(reports):
+        found = difference(reports[chosen].passes[0], report.passes[0], noise)
+        if found:
+            return (
+                f"ranks {chosen} and {rank} got {found} for the same micro-batch, seeds and weights"
+            )
+    return ""
+
+
+def _noise(reports: Sequence[Report], least: float) -> dict[str, float]:
+    """Return by how much reruns may differ: of the loss (""), and of each gradient."""
+    noise: dict[str, float] = {}
+    for report in reports:
+        one, other = report.passes
+        limit = max(least * abs(one.loss), _NOISE * abs(one.loss - other.loss))
+        noise[""] = max(noise.get("", 0.0), limit)
+        for name, gradient in one.gradients.items():
+            again = other.gradients.get(name, gradient)
+            apart = abs(gradient.product - again.product)
+            limit = max(least * gradient.norm, _NOISE * apart)
+            noise[name] = max(noise.get(name, 0.0), limit)
+    return noise
+
+
+def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
+    """Return how two passes differ; an empty text if they do not, or are not finite.
+
+    Args:
+        one: a pass.
+        other: another one.
+        noise: allowed difference of the loss (""), and of each gradient; 0 or none: no bit.
+    """
+    if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
+        return ""
+    if not abs(one.loss - other.loss) <= noise.get("", 0.0):
+        return f"the losses {one.loss:.9g} and {other.loss:.9g}"
+    for name in one.gradients.keys() | other.gradients.keys():
+        mine = one.gradients.get(name)
+        theirs = other.gradients.get(name)
+        if mine is None or theirs is None:
+            return f"a gradient of {name} only once"
+        finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
+        if mine.hash == theirs.hash or not finite:
+            continue
+        if noise.get(name, 0.0) and abs(mine.product - theirs.product) <= noise[name]:
+            continue
+        return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
+    return ""
