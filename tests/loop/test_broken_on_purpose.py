@@ -23,20 +23,15 @@ from zoo_outcomes import Runs
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
     "oneloop.checkpoint.moved_buffers",
+    "oneloop.checks.passes",
+    "oneloop.checks.repeats",
+    "oneloop.checks.state",
     "oneloop.data.sample_reader",
     "oneloop.data.step_batches",
-    "oneloop.job.check_training",
-    "oneloop.job.preflight",
-    "oneloop.job.restore",
-    "oneloop.job.sample_sums",
     "oneloop.job.unfit_models",
     "oneloop.launch.processes",
     "oneloop.loop.gradients",
-    "oneloop.loop.repeat",
-    "oneloop.loop.step_checks",
     "oneloop.loop.steps",
-    "oneloop.machine.contents",
-    "oneloop.machine.layout_checks",
     "oneloop.machine.recompute",
     "oneloop.run.same_on_ranks",
     "oneloop.task_protocol.evaluation_sums",
@@ -167,59 +162,54 @@ def test_each_break_is_found(tmp_path, name):
 # -------------------------------------------------------------------------------------------------
 
 
-def no_contents() -> None:
-    """Compare no contents of tensors in training."""
-    from oneloop.loop import step_checks
+def no_hashes_around_passes() -> None:
+    """Compare no tensors before and after the passes of a repeat."""
+    from oneloop.checks import repeats
 
-    step_checks._contents = lambda *given: None
-
-
-def no_contents_in_evaluations() -> None:
-    """Compare no contents around evaluations."""
-    from oneloop.machine.contents import Contents
-
-    Contents.unchanged = lambda contents, what: nullcontext()
+    repeats.changes = lambda before, after: []
 
 
-def fixed_contents() -> None:
-    """Compare only the tensors that exist at the start."""
-    from oneloop.machine.contents import _Listed
+def no_hashes_around_evaluations() -> None:
+    """Compare no tensors around evaluations."""
+    from oneloop.checks.repeats import Checks
 
-    _Listed.is_outdated = lambda listed: False
+    Checks.unchanged = lambda checks, what: nullcontext()
 
 
-def no_shards() -> None:
-    """Compare FSDP2's parameters in forwards of their units only."""
-    from oneloop.machine import layout_checks
+def no_hashes_since_the_last_repeat() -> None:
+    """Compare no tensors with those of the last repeat."""
+    from oneloop.checks.repeats import Checks
 
-    registered = layout_checks._registered
+    changed = Checks._changed_since
+    Checks._changed_since = lambda checks: changed(checks) and []
 
-    def without_shards(model: Any, kinds: Any) -> Iterator[Any]:
-        return (one for one in registered(model, kinds) if not one[2].startswith("parameter"))
 
-    layout_checks._registered = without_shards
-    no_contents()
+def no_whole_parameters() -> None:
+    """Compare no whole parameters of FSDP2."""
+    from oneloop.checks.passes import _Unit
+
+    _Unit.compare = lambda unit, *given: None
+
+
+def samples_loaded_once() -> None:
+    """Load no samples once more in the step after a repeat."""
+    from oneloop.checks.repeats import Checks
+
+    Checks._load_once_more = lambda checks, number: None
 
 
 def no_repeats() -> None:
     """Repeat no micro-batch."""
-    from oneloop.loop.repeat import Repeats
+    from oneloop.checks.repeats import Checks
 
-    Repeats.due = lambda repeats, number: False
+    Checks._is_due = lambda checks, number: False
 
 
 def dropout_left_on() -> None:
     """Compare the sums over samples in training mode."""
-    from oneloop.job import sample_sums
+    from oneloop.checks import sums
 
-    sample_sums.without_draws = lambda *given, **named: nullcontext("")
-
-
-def sums_in_float32() -> None:
-    """Compare the sums over samples with the weights as they are."""
-    from oneloop.job.sample_sums import SampleSums
-
-    SampleSums._in_float64 = lambda sums, plain, limit: nullcontext(None)
+    sums.without_draws = lambda *given, **named: nullcontext("")
 
 
 def models_not_compared() -> None:
@@ -244,13 +234,24 @@ def rows_not_compared() -> None:
 
 
 NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.grain)
-    "contents": (no_contents, "RevivedCodes", 1, "single", False),
-    "contents in evaluations": (no_contents_in_evaluations, "LateEvalBuffer", 1, "single", False),
-    "contents of new buffers": (fixed_contents, "RenamedBuffer", 1, "single", False),
-    "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
+    "hashes around passes": (no_hashes_around_passes, "ShrinkingWeight", 2, "ddp", False),
+    "hashes around evaluations": (
+        no_hashes_around_evaluations,
+        "LateEvalBuffer",
+        1,
+        "single",
+        False,
+    ),
+    "hashes since the last repeat": (
+        no_hashes_since_the_last_repeat,
+        "RenamedBuffer",
+        1,
+        "single",
+        False,
+    ),
+    "whole parameters of FSDP2": (no_whole_parameters, "ShrinkingWeight", 2, "fsdp2", False),
     "repeats": (no_repeats, "MomentumQueue", 2, "ddp", True),
     "dropout in eval mode": (dropout_left_on, "FaintFocal", 1, "single", False),
-    "sums in float64": (sums_in_float32, "SmallPenalty", 1, "single", False),
     "the same model on all ranks": (models_not_compared, "EntropyFrozen", 2, "fsdp2", False),
     "widths in evaluations": (rows_not_compared, "RaggedEvaluation", 2, "ddp", False),
 }
@@ -258,10 +259,9 @@ NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.g
 
 def nothing_restored() -> None:
     """Restore buffers and generators only after the check before the run."""
-    from oneloop.job import preflight
-    from oneloop.job.restore import restored
+    from oneloop.checks.state import Values
 
-    preflight.all_restored = lambda model, device, others: restored(model, device)
+    Values.restore = lambda values: None
 
 
 def read_here() -> None:
@@ -296,6 +296,7 @@ def buffers_of_rank_0() -> None:
 
 WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {
     "restoring": nothing_restored,
+    "samples loaded once more": samples_loaded_once,
     "reading in a worker": read_here,
     "seeding numpy and Python": torch_only,
     "generators of recomputations": recomputed_otherwise,

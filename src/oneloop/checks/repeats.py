@@ -11,11 +11,9 @@ The repeat restores what it changes. It needs the memory of one micro-batch of a
 more copies of its samples.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import key
-from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.replicas import compare_replicas
@@ -34,10 +31,10 @@ from oneloop.checks.reports import (
     ranks_differ,
     reruns_differ,
     samples_differ,
-    tensors_differ,
 )
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import tolerance_of
+from oneloop.data.sample_checksums import checksum
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, Group, loader, to_device
 from oneloop.job.build import Job
@@ -49,7 +46,7 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 
 DEPENDS = "another parallel layout trains a different model"
 """what follows from a difference, for messages"""
-_GROWTH = 4  # each early interval with one repeat is longer than the one before
+_GROWTH = 3  # length of an early interval with one repeat, as a multiple of its first log line
 _COPIED = 1 << 26  # bytes of parameters that are copied for a repeat
 
 Place = tuple[int, int, int]
@@ -105,7 +102,7 @@ class Checks:
 
         # Of the last comparison: tensors, and what it has loaded.
         self._last: dict[str, tuple[Tensor, bool, int]] = {}
-        self._loaded: tuple[Place, dict[str, int]] | None = None
+        self._loaded: tuple[Place, dict[str, str]] | None = None
 
     def before_step(self, group: Group, position: int) -> None:
         """At some log lines, repeat a micro-batch of a step. Collective: call on every rank.
@@ -143,8 +140,9 @@ class Checks:
             return
         before = state_hashes(self._model)
         yield
-        found: list[list[str]] = self._run.gathered(changes(before, state_hashes(self._model)))
-        self._judge(chain.from_iterable(found), "the ", f"in {what}")
+        after = state_hashes(self._model)
+        found = [f"{change} in {what}" for change in changes(before, after)]
+        self._judge(chain.from_iterable(self._run.gathered(found)), "")
 
     def _is_due(self, number: int) -> bool:
         """Return whether to repeat at this step: some log steps, early and then rarely.
@@ -162,16 +160,15 @@ class Checks:
             return True
         every = intervals.every["log"]
         line = number // every
+        longest = max(1, intervals.every["check"] // every)
 
         # Find the interval of this log line.
-        longest = max(1, intervals.every["check"] // every)
         start = 1
-        length = min(longest, _GROWTH - 1)
+        length = min(longest, _GROWTH * start)
         while line >= start + length:
-            start += length
-            length = min(longest, (_GROWTH - 1) * start)
-            if length == longest:
-                start += (line - start) // length * length
+            whole = (line - start) // length if length == longest else 1
+            start += whole * length
+            length = min(longest, _GROWTH * start)
         return line == start + key(self._job.recipe.seed, start) % length
 
     def _repeat(self, group: Group, position: int, number: int) -> None:
@@ -186,9 +183,9 @@ class Checks:
         # What this rank trains on, and the same samples loaded again.
         delivered = [next(group.batches) for _ in range(micro + 1)]
         group.batches = chain(delivered, group.batches)
-        trained = _hashes(delivered[-1]) if run.rank == rank else {}
+        trained = checksums(delivered[-1]) if run.rank == rank else {}
         batch = self._load(place)
-        self._loaded = place, _hashes(batch)
+        self._loaded = None if self._reported else (place, checksums(batch))
 
         # All ranks judge the same reports, so that all of them raise the same error.
         try:
@@ -196,14 +193,10 @@ class Checks:
         except Inexact as error:
             raise Inexact(f"step {number}: {error}", equal_at=self.equal_at) from None
         reports: list[Report] = run.gathered(mine)
-        moved = (change for report in reports for change in report.moved)
-        since = (change for report in reports for change in report.since)
-        start = f"step {number}: the "
-        if self._judge(moved, start, "in a forward, and not by an update"):
+        found = chain.from_iterable(report.changes for report in reports)
+        if self._judge(found, f"step {number}: "):
             return
-        if self._judge(since, start, f"since step {self.equal_at}, and not by an update"):
-            return
-        compare_replicas({n: one.weights for n, one in enumerate(reports)}, step=number)
+        compare_replicas({n: report.shared for n, report in enumerate(reports)}, step=number)
 
         # Samples and results must be equal, too.
         why = "" if self._reported else self._differ(reports, rank)
@@ -222,13 +215,12 @@ class Checks:
         self._run.display.say(f"step {number}: {why}; {DEPENDS}")
         self._reported = True
 
-    def _judge(self, found: Iterable[str], start: str, when: str) -> bool:
+    def _judge(self, found: Iterable[str], start: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
 
         Args:
-            found: the same on all ranks: "buffer queue has changed", ….
-            start: first words of the message.
-            when: the change happened, in words.
+            found: the same on all ranks: "buffer queue has changed in an evaluation", ….
+            start: of the message.
 
         Returns:
             Whether a change was reported.
@@ -237,13 +229,13 @@ class Checks:
         errors = [change for change in found if change.startswith(self._rejected)]
         if errors:
             raise Inexact(
-                f"{start}{errors[0]} {when}, so the weights would depend on the parallel layout; "
-                "let nothing but the optimizer change it, or train on one process without "
-                "batch.grain",
+                f"{start}the {errors[0]}, and not by an update, so the weights would depend on the "
+                "parallel layout; let nothing but the optimizer change it, or train on one process "
+                "without batch.grain",
                 equal_at=self.equal_at,
             )
         if found:
-            self._run.display.say(f"{start}{found[0]} {when}; {DEPENDS}")
+            self._run.display.say(f"{start}the {found[0]}, and not by an update; {DEPENDS}")
             self._moving.update(map(_name, found))
         return bool(found)
 
@@ -273,54 +265,38 @@ class Checks:
         assert self._loaded is not None
         place, before = self._loaded
         self._loaded = None
-        after = _hashes(self._load(place))
+        after = checksums(self._load(place))
         differ = [name for name in before if after.get(name) != before[name]]
         names: list[list[str]] = self._run.gathered(differ)
         for rank, differ in enumerate(names):
             if differ and not self._reported:
                 self._report(number, other_samples(rank, differ[0], "it has loaded before"))
 
-    def _compute_twice(self, batch: Batch, trained: dict[str, int], place: Place) -> Report:
+    def _compute_twice(self, batch: Batch, trained: dict[str, str], place: Place) -> Report:
         """Make two passes over a micro-batch, and undo what they change."""
         model = bare(self._model)
         since = self._changed_since()
-        before = {name: number for name, (_, _, number) in self._last.items()}
-        weights, others = self._shared()
-        moving = {n: t.detach().clone() for n, (t, _, _) in self._last.items() if n in self._moving}
+        before = {}
+        shared = {}
+        moving = {}
+        for name, (tensor, _, number) in self._last.items():
+            before[name] = number
+            if name in self._moving:
+                moving[name] = tensor.detach().clone()
+            elif not isinstance(tensor, DTensor):
+                shared[name] = number
         try:
             with restored(
                 self._run.device, model=model, task=self._job.task, most=_COPIED
             ) as values:
                 first = self._pass(batch, place)
-                moved = changes(before, state_hashes(model))
+                moved = [f"{one} in a forward" for one in changes(before, state_hashes(model))]
                 attributes = values.changed()
                 _restore(model, moving)
                 second = self._pass(batch, place)
         finally:
             self._units.forget()
-        return Report(
-            samples=_hashes(batch),
-            trained=trained,
-            since=since,
-            moved=moved,
-            attributes=attributes,
-            weights=weights,
-            others=others,
-            passes=(first, second),
-        )
-
-    def _shared(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return hashes of the tensors that all ranks have: trained ones, and all others."""
-        weights = {}
-        others = {}
-        for name, (tensor, trained, number) in self._last.items():
-            if name in self._moving or isinstance(tensor, DTensor):
-                continue
-            if trained:
-                weights[name] = number
-            else:
-                others[name] = number
-        return weights, others
+        return Report(checksums(batch), trained, moved + since, attributes, shared, (first, second))
 
     def _changed_since(self) -> list[str]:
         """Return how tensors have changed since the last call, but not by updates."""
@@ -341,7 +317,7 @@ class Checks:
             if changed:
                 found.append(f"{name} has changed")
         found += [f"{name} was removed" for name in before if name not in self._last]
-        return found if before else []
+        return [f"{one} since step {self.equal_at}" for one in found] if before else []
 
     def _pass(self, batch: Batch, place: Place) -> Pass:
         """Make one forward and backward over a micro-batch."""
@@ -354,8 +330,8 @@ class Checks:
         return result._replace(outputs={})
 
     def _differ(self, reports: Sequence[Report], chosen: int) -> str:
-        """Return the first difference of samples, tensors and results; empty if there is none."""
-        why = samples_differ(reports, chosen) or tensors_differ(reports)
+        """Return the first difference of samples and results; empty if there is none."""
+        why = samples_differ(reports, chosen)
         if not why and self._bits:
             why = reruns_differ(reports)
         # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
@@ -372,6 +348,11 @@ class Checks:
         return names
 
 
+def checksums(batch: Batch) -> dict[str, str]:
+    """Return a checksum of each entry of a batch. Host sync."""
+    return {name: checksum([value]) for name, value in batch.items()}
+
+
 def _name(change: str) -> str:
     """Return kind and name of the tensor in "buffer queue has changed"."""
     return " ".join(change.split()[:2])
@@ -384,14 +365,3 @@ def _restore(model: nn.Module, contents: Mapping[str, Tensor]) -> None:
         content = contents.get(name)
         if content is not None and content.shape == tensor.shape:
             tensor.copy_(content)
-
-
-def _hashes(batch: Mapping[str, Any]) -> dict[str, int]:
-    """Return a hash of each entry of a batch. Host sync."""
-    hashes = {}
-    for name, value in batch.items():
-        if torch.is_tensor(value) and value.layout is torch.strided:
-            hashes[name] = tensor_hashes([value])[0]
-        elif isinstance(value, str | int | float | bool | list | tuple):
-            hashes[name] = zlib.crc32(repr(value).encode())
-    return hashes

@@ -12,13 +12,11 @@ _NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two 
 class Report(NamedTuple):
     """What one rank has found out."""
 
-    samples: dict[str, int]  # hash of each entry of the micro-batch, as loaded again
-    trained: dict[str, int]  # the same of what it trains on; empty on the other ranks
-    since: list[str]  # how tensors have changed since the last comparison, but not by updates
-    moved: list[str]  # how the first pass has changed tensors
+    samples: dict[str, str]  # checksum of each entry of the micro-batch, as loaded again
+    trained: dict[str, str]  # the same of what it trains on; empty on the other ranks
+    changes: list[str]  # of tensors, but not by updates: in a forward, or since the last repeat
     attributes: list[str]  # that the first pass has changed
-    weights: dict[str, int]  # hash of each trained tensor that all ranks have, before the passes
-    others: dict[str, int]  # the same of tensors that no optimizer changes
+    shared: dict[str, int]  # hash of each tensor that all ranks have, before the passes
     passes: tuple[Pass, Pass]
 
 
@@ -44,16 +42,6 @@ def other_samples(rank: int, name: str, known: str) -> str:
         f"{known}: the data set or collate depends on more than the index, the epoch and the seed "
         "(a counter, a private generator, a changed sample, a data worker's number)"
     )
-
-
-def tensors_differ(reports: Sequence[Report]) -> str:
-    """Return which tensor, that no optimizer changes, differs between ranks; empty: none."""
-    first = reports[0].others
-    for rank, report in enumerate(reports):
-        for name, number in report.others.items():
-            if first.get(name) != number:
-                return f"the {name} differs between rank 0 and rank {rank}"
-    return ""
 
 
 def reruns_differ(reports: Sequence[Report]) -> str:
