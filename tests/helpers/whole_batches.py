@@ -206,7 +206,7 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     difference of the step's gradient from the reference, and from one forward of the whole batch;
     both relative to the largest value."""
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
+    from oneloop.checks.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter

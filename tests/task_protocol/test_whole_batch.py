@@ -202,7 +202,7 @@ WRONG = {
 def faults(names: list[str]) -> dict[str, str]:
     from oneloop.basics.exit_codes import BadInput
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
+    from oneloop.checks.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.recipe.parse import read
 
@@ -411,7 +411,7 @@ def odd(words: list[str]) -> dict[str, object]:
     generator or scalar."""
     from oneloop.basics.exit_codes import Inexact
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
+    from oneloop.checks.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter

@@ -31,11 +31,11 @@ from oneloop.basics.tensor_hash import tensor_hash, tensor_hashes
 from oneloop.basics.tensors import as_real, reshard
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.weights import bare
+from oneloop.checks.tolerance import tolerance_of
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, loader, to_device
 from oneloop.job.build import Job
 from oneloop.job.restore import KeptTensors, restored
-from oneloop.checks.tolerance import tolerance_of
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import DEPENDS, Checks
 
