@@ -128,8 +128,8 @@ ACCUSING = [
 def checked(names: list[str], *words: str) -> dict[str, str]:
     """Return what the check says of these tasks: an error, or the lines of the start-up log."""
     from oneloop.basics.exit_codes import BadInput
-    from oneloop.job.build import build_job
     from oneloop.checks.preflight import preflight
+    from oneloop.job.build import build_job
     from oneloop.launch.processes import start
     from oneloop.loop.start_lines import start_lines
     from oneloop.recipe.parse import read
@@ -149,7 +149,8 @@ def checked(names: list[str], *words: str) -> dict[str, str]:
             "--track",
             "none",
         ]
-        recipe = read([*keys, "--batch.micro", micro, *words])
+        more = DOUBLE if name in IN_FLOAT64 and not words else []
+        recipe = read([*keys, "--batch.micro", micro, *words, *more])
         job = build_job(recipe, ranks=there.ranks, sharded=there.sharded)
         model = there.prepare(job.model, blocks=job.built.blocks)
         before = state_of(model)
@@ -184,26 +185,16 @@ def judge(found: dict[str, str]) -> None:
 
 
 def test_what_is_no_sum_over_samples_is_found_and_what_is_one_is_accepted():
-    (found,) = run(checked, [name for name in QUICK if name not in IN_FLOAT64]).ok()
-    judge(found)
-
-
-def test_what_rounding_hides_is_found_in_float64():
-    (found,) = run(checked, [name for name in QUICK if name in IN_FLOAT64], *DOUBLE).ok()
+    (found,) = run(checked, QUICK).ok()
     judge(found)
 
 
 @pytest.mark.slow
-def test_every_case_is_found():
-    names = [*WRONG, *RIGHT]
-    (found,) = run(checked, [name for name in names if name not in IN_FLOAT64]).ok()
-    judge(found)
-
-
-@pytest.mark.slow
-def test_every_case_is_found_in_float64():
-    names = [name for name in [*WRONG, *RIGHT] if name not in ONLY_FLOAT32]
-    (found,) = run(checked, names, *DOUBLE).ok()
+@pytest.mark.parametrize("words", [[], DOUBLE], ids=["float32", "float64"])
+def test_every_case_is_found(words):
+    without = ONLY_FLOAT32 if words else []
+    names = [name for name in [*WRONG, *RIGHT] if name not in without]
+    (found,) = run(checked, names, *words).ok()
     judge(found)
 
 
@@ -211,7 +202,7 @@ def test_every_case_is_found_in_float64():
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("words", [[], DOUBLE], ids=["float32", "float64"])
 def test_it_is_found_on_two_processes(config, words):
-    without = ONLY_FLOAT32 if words else IN_FLOAT64
+    without = ONLY_FLOAT32 if words else []
     names = [name for name in [*WRONG, *RIGHT] if name not in without]
     names.remove("sum_cases.Skips")  # it does not use all parameters in each step
     one, two = run(checked, names, *words, ranks=2, config=config).ok()
