@@ -134,7 +134,7 @@ def memory() -> Iterator[str]:
 
 
 def timed(rounds: int) -> Iterator[str]:
-    from oneloop.job.preflight import preflight
+    from oneloop.checks.preflight import preflight
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter
     from oneloop.train import accumulate
@@ -236,7 +236,7 @@ def on_two(folder: str, cases: list[Any]) -> list[dict[str, Tensor]]:
 
 
 def ours(folder: str, micro: int) -> dict[str, Tensor]:
-    from oneloop.job.preflight import preflight
+    from oneloop.checks.preflight import preflight
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter
     from oneloop.train import accumulate

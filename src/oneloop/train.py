@@ -13,11 +13,11 @@ if __name__ == "__main__":  # before the slow imports: --help and bad input need
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from oneloop.checks.preflight import preflight
 from oneloop.checks.repeats import Checks
 from oneloop.data.step_batches import Group
 from oneloop.ema import EMA
 from oneloop.job.build import Job
-from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.loop.open_run import open_run

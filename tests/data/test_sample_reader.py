@@ -17,12 +17,12 @@ from torchmetrics import MetricCollection, SumMetric
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.sample_reader import CannotSend, SampleReader, _pickled, read_once
-from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.user_code import theirs
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.sample_reader",
-    "oneloop.task_protocol.protocol_checks",
+    "oneloop.task_protocol.user_code",
 )
 
 SIZE = 48

@@ -19,8 +19,8 @@ WORDS = 13
 def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
     """Return the ids that a rank loaded for training, in order, without those of the preflight
     check and comparison."""
+    from oneloop.checks.samples import SAMPLED
     from oneloop.data.sample_checksums import FIRST, SAMPLES
-    from oneloop.job.trial_samples import SAMPLED
 
     before = 2 * min(SAMPLED, max(2, micro)) + (SAMPLES + 2 if rank == 0 else 0)
     # loaded for the comparison between ranks

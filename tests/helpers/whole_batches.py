@@ -205,8 +205,8 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     """Return for each case (loss, further words of the recipe) on rank 0: the loss, the largest
     difference of the step's gradient from the reference, and from one forward of the whole batch;
     both relative to the largest value."""
+    from oneloop.checks.preflight import preflight
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.optimizers",
     "oneloop.recipe.expected",
     "oneloop.run.compatibility",
-    "oneloop.task_protocol.protocol_checks",
+    "oneloop.task_protocol.user_code",
 )
 
 

@@ -146,8 +146,8 @@ def test_what_cannot_be_compiled_is_an_error():
 
 def _remarks(words: list[str]) -> str:
     """Return the remarks of the checks before a run."""
+    from oneloop.checks.preflight import preflight
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.recipe.parse import read
 

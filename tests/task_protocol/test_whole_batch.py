@@ -201,8 +201,8 @@ WRONG = {
 
 def faults(names: list[str]) -> dict[str, str]:
     from oneloop.basics.exit_codes import BadInput
+    from oneloop.checks.preflight import preflight
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.recipe.parse import read
 
@@ -410,8 +410,8 @@ def odd(words: list[str]) -> dict[str, object]:
     """Return the running statistics after one step, and the errors of a model with its own
     generator or scalar."""
     from oneloop.basics.exit_codes import Inexact
+    from oneloop.checks.preflight import preflight
     from oneloop.job.build import build_job
-    from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter

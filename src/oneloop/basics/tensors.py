@@ -1,7 +1,8 @@
 """Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -322,6 +323,22 @@ def share_buffers(model: nn.Module) -> None:
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
         # the clone is aligned for every dtype
         buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers on exit."""
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                # a forward may have replaced the tensor
+                module._buffers[name] = buffer.copy_(before)
 
 
 def one_element(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import as_real, local, reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
+from oneloop.job.unfit_models import LARGE_TABLE
 
 _AT_ONCE = 1 << 20  # elements
 
@@ -77,11 +78,17 @@ def run_pass(
         between: called after the forward.
 
     Raises:
-        Inexact: the forward changes or replaces a whole parameter of FSDP2.
+        Inexact: the forward changes or replaces a whole parameter of FSDP2, or a gradient is
+            sparse.
     """
     measured: dict[str, Tensor] = {}
 
     def measure(name: str, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            raise Inexact(
+                f"the gradient of {name} is sparse, which is not supported; set sparse=False. "
+                f"{LARGE_TABLE}"
+            )
         measured[name] = _measured(gradient)
 
     reshard(model)
@@ -100,6 +107,15 @@ def run_pass(
     rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
     gradients = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
     return Pass(float(loss.detach()), outputs, gradients)
+
+
+def changed(name: str) -> str:
+    """Return the message for a forward that changes this tensor."""
+    return (
+        f"a forward in training changes the {name} in place, so the weights would depend on the "
+        "parallel layout; change it outside of the forward, or train on one process without "
+        "batch.grain"
+    )
 
 
 def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
@@ -127,8 +143,7 @@ def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 def _measured(gradient: Tensor) -> Tensor:
     """Return the numbers of :class:`Measure`, on the device, in its widest dtype."""
-    values = gradient.detach()
-    values = as_real(values.coalesce().values() if values.is_sparse else values)
+    values = as_real(gradient.detach())
     wide = wide_dtype(values.device)
     matrix = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
 
@@ -204,7 +219,7 @@ class _Unit:
         for handle in (*self._closing, *self._hooks.values()):
             handle.remove()
 
-    def _gathered(self, *_: object) -> None:
+    def _gathered(self, *given: object) -> None:
         """Record the whole parameters, and measure their gradients."""
         self._before = []
         for name, whole in zip(self._names(), self._now(), strict=True):
@@ -218,7 +233,7 @@ class _Unit:
         gradient: Any = whole.grad
         self._see(name, gradient)
 
-    def compare(self, *_: object) -> None:
+    def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
         for name, now, before in zip(self._names(), self._now(), self._before, strict=False):
             whole, trained, content = before
@@ -232,11 +247,7 @@ class _Unit:
                     "this unit, or use ddp.yaml"
                 )
             if (now.requires_grad, _content(now)) != (trained, content):
-                raise Inexact(
-                    f"a forward in training changes the parameter {name}, so the weights would "
-                    "depend on the parallel layout; change it outside of the forward, or train "
-                    "on one process without batch.grain"
-                )
+                raise Inexact(changed(f"parameter {name}"))
 
     def _names(self) -> list[str]:
         return [name for name, _, _ in self._held]

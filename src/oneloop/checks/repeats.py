@@ -83,7 +83,7 @@ class Checks:
         self.equal_at = 0  # number of the last step whose comparisons were equal
 
         # Which tensors may change, and a change of which is an error?
-        self._moving = set([trial.moved] if trial.moved else [])  # TEMP
+        self._moving = set(trial.moved)
         self._rejected: tuple[str, ...] = ()
         if job.exact:
             self._rejected = ("parameter", "buffer")

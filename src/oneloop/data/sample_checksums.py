@@ -12,6 +12,9 @@ from oneloop.data.seeded_samples import SeededSamples
 SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
 FIRST = 2  # first samples of each data set that all ranks compare
 
+IN_PLACE = "changes what it stores when a sample is read"
+OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
+
 
 def spread_checksum(seed: int, dataset: Any) -> str | None:
     """Return a checksum of evenly spaced samples; None if they differ each time."""
@@ -31,6 +34,19 @@ def first_checksum(seed: int, dataset: Any) -> str | None:
     first = checksum(keyed.good(places))
     second = checksum(keyed.good(places))
     return first if first == second else None
+
+
+def fault(before: str, first: Any, again: Any) -> str:
+    """Return what is wrong with a data set that loaded some samples twice; empty: nothing.
+
+    Args:
+        before: checksum of the first load, from before the second one.
+        first: what the first load returned; it may share memory with the data set.
+        again: what the second load returned.
+    """
+    if checksum(first) != before:
+        return IN_PLACE
+    return OTHER if checksum(again) != before else ""
 
 
 def checksum(values: Any) -> str:

@@ -22,7 +22,7 @@ from oneloop.machine.frozen_dtype import count
 from oneloop.machine.load_in_turn import in_turn, local_processes
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
-from oneloop.task_protocol.protocol_checks import named, theirs
+from oneloop.task_protocol.user_code import named, theirs
 
 _NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 

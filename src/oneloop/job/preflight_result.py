@@ -48,7 +48,8 @@ class Preflight:
     others: Others = field(default_factory=Others)
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
-    moved: str = ""  # first parameter, else buffer, that a forward in training mode changes
+    # parameters, then buffers, that a forward in training changes: "buffer norm.running_mean"
+    moved: list[str] = field(default_factory=list)
     stateful: str = ""  # why the same samples and seeds do not give the same loss each time
     not_summed: str = ""
     """a parameter whose gradient of a batch is not the sum of those of its samples"""

@@ -19,7 +19,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.evaluation_metrics import directions, prefix
 from oneloop.task_protocol.generated import generating_weights
 from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
-from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
 
 

@@ -6,14 +6,13 @@ the same random numbers, and continues this gradient into the model (gradient ca
 2021, but also exact with dropout, and over all ranks).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.tensors import gathered
+from oneloop.basics.tensors import gathered, restored_buffers
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
@@ -65,7 +64,7 @@ class TwoPasses:
         found: list[dict[str, Tensor]] = []
 
         # Embed all micro-batches. Only the second pass changes the statistics of BatchNorm.
-        with _restored_buffers(self._model):
+        with restored_buffers(self._model):
             for micro, batch in enumerate(batches):
                 self._seed(micro)
                 parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
@@ -148,22 +147,6 @@ class TwoPasses:
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
             whole[name] = rows
         return whole
-
-
-@contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore buffers on exit."""
-    buffers = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers.append((module, name, buffer, buffer.clone()))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                # a forward may have replaced the tensor
-                module._buffers[name] = buffer.copy_(before)
 
 
 class _Continued(torch.autograd.Function):

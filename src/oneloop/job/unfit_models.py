@@ -13,7 +13,7 @@ from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
-from oneloop.task_protocol.protocol_checks import named
+from oneloop.task_protocol.user_code import named
 
 LARGE_TABLE = (
     "For a large table, use sgd with momentum 0, or torch.optim.Adagrad: they change the same rows "

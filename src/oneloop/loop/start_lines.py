@@ -264,7 +264,7 @@ def _other_layout(model: nn.Module, seen: Preflight) -> str:
     if has_batch_statistics(model):
         return f"the model has BatchNorm, whose statistics depend on the micro-batch; {DEPENDS}"
     if seen.moved:
-        return f"a forward in training changes the {seen.moved}: {DEPENDS}"
+        return f"a forward in training changes the {seen.moved[0]}: {DEPENDS}"
     if seen.not_summed:
         return (
             f"the gradient of {seen.not_summed} of a batch is not the sum of those of its samples "

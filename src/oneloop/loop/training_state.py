@@ -131,7 +131,8 @@ class State(RunState):
     ) -> None:
         """Let copies overlap with training, unless its forwards may change parameters."""
         saving = self.checkpoints.saving
-        saving.overlaps = not (seen.moved.startswith("parameter") or seen.stateful)
+        moves = any(name.startswith("parameter") for name in seen.moved)
+        saving.overlaps = not (moves or seen.stateful)
         saving.watched = partial(_trained, model)
         # Once the first step has made the optimizer's state, make the memory of saves.
         if run.device.type == "cuda" and not sync:

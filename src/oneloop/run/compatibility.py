@@ -19,7 +19,7 @@ from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
-from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.user_code import theirs
 
 _COMPARED = {
     "trained": "trained parameters",

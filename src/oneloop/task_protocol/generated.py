@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.generation import TEXTS, TIES, generated
 from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.tensors import summed
@@ -16,7 +14,7 @@ from oneloop.task_protocol.evaluation_metrics import adapted, scalars
 from oneloop.task_protocol.evaluation_sums import computed
 from oneloop.task_protocol.metric_collection import on_device
 from oneloop.task_protocol.metric_states import MetricStates
-from oneloop.task_protocol.protocol_checks import Contract, named, theirs
+from oneloop.task_protocol.user_code import named
 
 _AT_ONCE = 8  # samples that are generated together, by default
 _MEMBERS = ("generate", "generated_metrics", "update_generated")
@@ -164,43 +162,6 @@ class _NearTies:
                 "batches; return it for each batch, or for none"
             )
         return float(found) if looked else None
-
-
-def check_generated(
-    contract: Contract, model: Any, batch: Mapping[str, Any], device: torch.device
-) -> list[str]:
-    """Generate for a batch before a run, and update the metrics. Under FSDP2 collective.
-
-    Args:
-        contract: of the task.
-        model: in eval mode, without the DDP wrapper.
-        batch: on the device.
-        device: of the metrics.
-
-    Returns:
-        Lines about values of the metrics that are neither logged nor drawn.
-
-    Raises:
-        BadInput: a method of the task is wrong.
-    """
-    task: Any = contract.task
-    made = theirs(task, "generate", partial(generated, task, model, batch))
-    own = theirs(task, "generated_metrics", task.generated_metrics)
-    try:
-        given = made_for_metrics(task, made, samples=len(batch["index"]))
-        known = adapted(own, "generated_metrics")
-    except ValueError as error:
-        raise BadInput(str(error)) from None
-    if TIES in known.higher_is_better:
-        raise contract.wrong(
-            "generated_metrics",
-            f"has a metric {TIES!r}",
-            "rename it: this is the number of texts that rounding could change",
-        )
-    metrics = on_device(own, device)
-    update = partial(task.update_generated, metrics, batch, given)
-    theirs(task, "update_generated", update)
-    return contract.check_computed("generated_metrics", metrics)
 
 
 def generated_metrics(

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from oneloop.basics.loaded_step import LOADED_FOR
-from oneloop.task_protocol.protocol_checks import check_signatures
+from oneloop.task_protocol.user_code import check_signatures
 
 
 class Objective(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from oneloop.task_protocol.generated import Generation, check_generates
 from oneloop.task_protocol.protocol import check_sets
-from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.user_code import theirs
 
 
 def sets_of(task: Any, data: str | None, *, labelled: bool) -> dict[str, Any]:

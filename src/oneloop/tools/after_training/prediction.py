@@ -28,7 +28,7 @@ from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, loader, transferred
 from oneloop.evaluation import evaluating, share_of
 from oneloop.task_protocol.protocol import Objective
-from oneloop.task_protocol.protocol_checks import named
+from oneloop.task_protocol.user_code import named
 
 Columns = dict[str, list[Any]]
 _GROUP = 10_000  # rows per Parquet row group

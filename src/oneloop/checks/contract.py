@@ -4,150 +4,23 @@ They call each method as a run calls it, and report what is wrong.
 
 >>> contract = Contract(task)
 >>> batch = contract.collated(samples)
->>> weight = contract.weight(batch)
+>>> weight = contract.weight(batch, samples=len(samples))
 >>> loss, outputs = contract.loss(model, batch)
 """
 
-import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oneloop.basics.bucket import StoreError, ends_program
-from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
-from oneloop.basics.extras import how_to_install
+from oneloop.basics.exit_codes import BadInput
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
-
-_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
-    "model": (),
-    "train_set": (),
-    "eval_sets": (),
-    "metrics": (),
-    "state_dict": (),
-    "collate": ("samples",),
-    "weight": ("batch",),
-    "loss": ("model", "batch"),
-    "save": ("model", "folder"),
-    "update": ("metrics", "batch", "outputs"),
-    "show": ("sample", "outputs"),
-    "generate": ("model", "batch"),
-    "generated_metrics": (),
-    "update_generated": ("metrics", "batch", "texts"),
-    "load_state_dict": ("state",),
-    "embed": ("model", "batch"),
-    "batch_loss": ("parts", "columns"),
-}
-
-
-def named(task: Any, member: str) -> str:
-    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``.
-
-    If it is defined elsewhere, return the line of the class.
-    """
-    kind = type(task)
-    code = getattr(getattr(kind, member, None), "__code__", None)
-    try:
-        file = inspect.getsourcefile(kind)
-        if code and code.co_filename == file:
-            line = code.co_firstlineno
-        else:
-            _, line = inspect.getsourcelines(kind)
-        return f"{file}:{line}: {kind.__name__}.{member}"
-    except (TypeError, OSError):  # a class that was typed into an interpreter
-        return f"{kind.__name__}.{member}"
-
-
-def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
-    """Return the result of ``call``, which runs the task's code.
-
-    Out-of-memory errors are raised unchanged.
-
-    Args:
-        task: the task.
-        member: name of the method that is called.
-        call: calls it.
-
-    Raises:
-        BadInput: the call raised an exception; the message has its file and line.
-        ValueError: a store of remote data denies access, or lacks an object.
-        Unavailable: it cannot be reached now.
-    """
-    try:
-        return call()
-    except (BadInput, Inexact, Unavailable, torch.OutOfMemoryError, MemoryError):
-        raise
-    except StoreError as error:
-        # Data are read over a network, for which the task's code is not the cause.
-        raise ends_program(error) from error
-    except Exception as error:
-        if "DefaultCPUAllocator" in str(error):
-            raise
-        if isinstance(error, ValueError | ImportError) and _by_oneloop(task, error):
-            # A packaged task's message is for the user already.
-            raise BadInput(f"{error}{how_to_install(error)}") from error
-        raise BadInput(
-            f"{named(task, member)} failed: {type(error).__name__}: {error} "
-            f"({_source_line(task, error)}){how_to_install(error)}"
-        ) from error
-
-
-def _by_oneloop(task: Any, error: Exception) -> bool:
-    """Whether the code of a packaged task raised the error."""
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(
-        Path(__file__).parents[1]
-    )
-
-
-def _source_line(task: Any, error: Exception) -> str:
-    """Return file and line of the innermost frame in the task's file.
-
-    If there is none, return those of the innermost frame.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    try:
-        own = inspect.getsourcefile(type(task))
-    except TypeError:
-        own = None
-    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
-    return f"{frame.filename}:{frame.lineno}"
-
-
-def check_signatures(task: Any) -> None:
-    """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
-    # Bind the arguments of a run to each method.
-    for member, arguments in _ARGUMENTS.items():
-        method = getattr(task, member, None)
-        if not callable(method):
-            continue
-        try:
-            inspect.signature(method).bind(*arguments)
-        except TypeError as error:
-            raise BadInput(
-                f"{named(task, member)} must accept the arguments ({', '.join(arguments)}): "
-                f"{error}; write def {member}({', '.join(('self', *arguments))})"
-            ) from None
-        except ValueError:  # a C function has no signature
-            continue
-
-    # Check the attributes.
-    sample_weight = getattr(task, "sample_weight", None)
-    unit = getattr(task, "unit", "samples")
-    number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
-    if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
-        raise BadInput(
-            f"{named(task, 'sample_weight')} must be a positive number or None, got "
-            f"{sample_weight!r}"
-        )
-    if unit not in ("samples", "tokens"):
-        raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
+from oneloop.task_protocol.user_code import named, theirs
+from oneloop.task_protocol.whole_batch import is_whole_batch
 
 
 class Contract:
@@ -161,7 +34,7 @@ class Contract:
 
     def __init__(self, task: Any) -> None:
         self.task = task
-        self.whole = hasattr(task, "batch_loss")
+        self.whole = is_whole_batch(task)
         """whether the loss is over the whole global batch"""
         self.additive = bool(getattr(task, "additive", True)) and not self.whole
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""

@@ -1,25 +1,26 @@
-"""The first samples of a run: loaded and collated where the run reads its data, and compared."""
+"""The first samples of a run: loaded twice, and collated, where the run reads its data."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import has_drawn, random_states, reseed
-from oneloop.data.sample_contents import copied, fault, same
+from oneloop.checks.contract import Contract
+from oneloop.data.sample_checksums import checksum, fault
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
-from oneloop.data.step_batches import CollateWithWeight, transferred
+from oneloop.data.step_batches import CollateWithWeight
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
-from oneloop.launch.processes import Run
 from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.task_protocol.protocol import Task
-from oneloop.task_protocol.protocol_checks import Contract, theirs
+from oneloop.task_protocol.user_code import theirs
 
 TRAINED = "train_set()"  # the task's methods that return data sets
 
@@ -27,21 +28,11 @@ EVALUATED = "eval_sets()"  # followed by the set's name
 
 SAMPLED = 4  # maximum number of samples; each is loaded twice
 
-
-class Sample(NamedTuple):
-    """A sample of the check; the sample itself stays in the process that reads it."""
-
-    reader: SampleReader  # calls :class:`TrialSamples`
-    member: str  # method of the task that returned its data set
-    load: int  # number of the load: a sample is loaded again for each number
-    number: int  # position among the samples of the check
-
-
-Samples = list[Sample]
+BY_COLLATE = "stores the samples that collate changes in place"
 
 
 class TrialSamples:
-    """Loads and collates the samples of the check, where the run reads its data.
+    """Loads and collates the first samples, where the run reads its data.
 
     Args:
         task: collates, and weighs the batch.
@@ -67,9 +58,9 @@ class TrialSamples:
         self._sets = sets
         self._device = device
         self._contracts = {member: Contract(task) for member in sets}
-        self._loaded: dict[tuple[str, int], list[tuple[int, Any]]] = {}
-        self._first: dict[str, list[Any]] = {}  # as the data set returned them
+        self._loads: dict[str, list[list[tuple[int, Any]]]] = {}  # copies of both loads
         self._wrong: dict[str, str] = {}
+        self._stored: set[str] = set()  # both loads share memory
         self._changed = False  # whether collate changes samples in place
 
     @classmethod
@@ -86,28 +77,23 @@ class TrialSamples:
         return cls(job.task, job.collate, sets, seed=job.recipe.seed, device=device)
 
     @placeholder_outputs()
-    def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
+    def __call__(self, member: str, numbers: Sequence[int] = (), load: int = 0) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
 
-        Without numbers, load the samples; return how many there are, and what is wrong with a
-        repeated load.
+        Without numbers, return how many samples there are, and what is wrong with the data set.
+
+        Args:
+            member: method of the task that returned the data set.
+            numbers: positions among the first samples.
+            load: 1 for the samples of the second load.
         """
-        dataset, places = self._sets[member]
-        if (member, load) not in self._loaded:
-            keyed = SeededSamples(dataset, seed=self._seed)
-            loaded = theirs(self._task, member, lambda: keyed.good(places))
-            self._loaded[member, load] = copied(loaded)
-            self._first.setdefault(member, loaded)
-            kept = self._loaded[member, 0]
-            wrong = fault(kept, self._first[member], loaded, changed=self._changed)
-            if load and wrong:
-                name = member.removeprefix(EVALUATED).strip("[']")
-                of = "the training set" if member == TRAINED else f"the data set {name}"
-                self._wrong[member] = f"{of} {wrong}"
+        if member not in self._loads:
+            self._load_twice(member)
+        loaded = self._loads[member][load]
         if not numbers:
-            return len(self._loaded[member, load]), self._wrong.get(member, "")
-        samples = [self._loaded[member, load][number] for number in numbers]
-        given = copied([sample for _, sample in samples])
+            return len(loaded), self._fault(member)
+        samples = [loaded[number] for number in numbers]
+        given = _copied([sample for _, sample in samples])
 
         # A data worker has its own generators. The pass seeds those of this process.
         device = self._device or torch.device("cpu")
@@ -115,38 +101,72 @@ class TrialSamples:
             reseed(device, self._seed, 0, others=True)
         contract = self._contracts[member]
         before = random_states(device)
+        content = checksum(given)
         collated = contract.collated(given)
         draws = has_drawn(before, device)
-        self._changed = self._changed or not same([sample for _, sample in samples], given)
+        self._changed = self._changed or checksum(given) != content
         batch = self._collate.completed(collated, [index for index, _ in samples])
         weight = contract.weight(batch, samples=len(samples), trained=member == TRAINED)
         return batch, weight, draws
 
+    def _load_twice(self, member: str) -> None:
+        """Load the samples of a data set, keep copies, and compare both loads."""
+        dataset, places = self._sets[member]
+        keyed = SeededSamples(dataset, seed=self._seed)
+        first = theirs(self._task, member, lambda: keyed.good(places))
+        kept = _copied(first)
+        content = checksum(first)
+        again = theirs(self._task, member, lambda: keyed.good(places))
+        self._loads[member] = [kept, _copied(again)]
+        self._wrong[member] = fault(content, first, again)
+        if set(_addresses(first)) & set(_addresses(again)):
+            self._stored.add(member)
 
-def load_samples(reader: SampleReader, member: str, load: int) -> tuple[Samples, str]:
-    """Load the samples of a data set; an error names the task's method that returned the set.
+    def _fault(self, member: str) -> str:
+        """Return what is wrong with a data set; empty: nothing."""
+        wrong = self._wrong[member]
+        if self._changed and member in self._stored:
+            wrong = wrong or BY_COLLATE
+        name = member.removeprefix(EVALUATED).strip("[']")
+        of = "the training set" if member == TRAINED else f"the data set {name}"
+        return f"{of} {wrong}" if wrong else ""
 
-    Also return what is wrong with the data set, if this is not the first load.
-    """
-    number, wrong = reader(member, load)
-    return [Sample(reader, member, load, at) for at in range(number)], wrong
+
+def _copied(value: Any) -> Any:
+    """Return a sample with copies of its tensors, arrays and plain containers."""
+    arrays = tree_map_only(np.ndarray, lambda array: array.copy(), value)
+    return tree_map_only(Tensor, _copied_tensor, arrays)
 
 
-def check_sets(job: Job, reader: SampleReader) -> list[str]:
+def _copied_tensor(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone() if tensor.layout is torch.strided else tensor
+
+
+def _addresses(value: Any) -> list[int]:
+    """Return the addresses of tensors and arrays that have elements."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, np.ndarray) and leaf.size:
+            found.append(int(leaf.__array_interface__["data"][0]))
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
+            found.append(leaf.data_ptr())
+    return found
+
+
+def check_sets(job: Job, read: SampleReader) -> list[str]:
     """Return remarks on evaluation sets whose samples change, and on lengths for CUDA graphs.
 
     Args:
         job: what the recipe describes.
-        reader: calls :class:`TrialSamples`.
+        read: calls :class:`TrialSamples`.
 
     Raises:
         BadInput: the samples change, and the run has ``batch.grain``.
     """
+    read(TRAINED)
     notes = []
     for name in job.eval_sets:
-        member = f"{EVALUATED}[{name!r}]"
-        load_samples(reader, member, 0)
-        _, wrong = load_samples(reader, member, 1)
+        _, wrong = read(f"{EVALUATED}[{name!r}]")
         if wrong:
             notes.append(f"{wrong}, so another evaluation has other results")
     if notes and job.exact:
@@ -158,7 +178,7 @@ def check_sets(job: Job, reader: SampleReader) -> list[str]:
     # CUDA graphs are for one shape.
     machine = job.recipe.machine
     graphs = machine.compile != "none" and machine.compile_mode in CUDA_GRAPHS
-    if graphs and _several_lengths(job, reader):
+    if graphs and _several_lengths(job, read):
         notes.append(
             f"machine.compile_mode {machine.compile_mode} records CUDA graphs again for each "
             "length of a batch, and samples have several; max-autotune-no-cudagraphs records none"
@@ -166,37 +186,14 @@ def check_sets(job: Job, reader: SampleReader) -> list[str]:
     return notes
 
 
-def _several_lengths(job: Job, reader: SampleReader) -> bool:
+def _several_lengths(job: Job, read: SampleReader) -> bool:
     """Return whether samples have several lengths, as far as the order or the first ones show."""
     lengths = getattr(job.order, "lengths", None)
     if lengths is not None:
         return bool(lengths.min() < lengths.max())
     shapes = set()
     with suppress(CannotSend):  # the checks that follow report it
-        for number in range(reader(TRAINED, 0)[0]):
-            batch, *_ = reader(TRAINED, 0, [number])
-            found = tree_leaves(batch)
-            shapes.add(tuple(leaf.shape for leaf in found if torch.is_tensor(leaf)))
+        for number in range(read(TRAINED)[0]):
+            batch, *_ = read(TRAINED, [number])
+            shapes.add(tuple(leaf.shape for leaf in tree_leaves(batch) if torch.is_tensor(leaf)))
     return len(shapes) > 1
-
-
-def make_batch(contract: Contract, run: Run, samples: Samples) -> tuple[Any, float]:
-    """Collate samples; return the batch on the device and its weight.
-
-    Args:
-        contract: records whether collate draws random numbers.
-        run: this process.
-        samples: of one load.
-    """
-    reader, member, load, _ = samples[0]
-    try:
-        batch, weight, draws = reader(member, load, [sample.number for sample in samples])
-    except CannotSend as error:
-        raise contract.wrong(
-            "collate",
-            f"returned a batch that a data worker cannot send ({error})",
-            "return tensors, or load the data without workers (--machine.workers 0)",
-        ) from error
-    contract.draws = contract.draws or draws
-    contract.collate_draws = contract.collate_draws or draws
-    return next(transferred(iter([batch]), run.device)), weight
