@@ -50,9 +50,34 @@ def check_rows(dry: DryRun) -> None:
             _compare(dry, rows)
         _check_loss(dry.contract, rows.together, rows.columns)
     compute = partial(_embedded, dry)
+    _check_passes(dry)
     with torch.no_grad(), without_draws(dry.model, dry.root, compute) as (trained, _):
         if trained is not None:
             _compare(dry, trained)
+
+
+def _check_passes(dry: DryRun) -> None:
+    """Check that both passes of a step get the same parts, whatever is drawn."""
+    results = []
+    for seed, gradients in ((0, False), (0, True), (1, False)):
+        batch, _ = dry.batch(range(dry.number), seed=seed)
+        with torch.set_grad_enabled(gradients):
+            results.append(parts_of(dry.contract, dry.model, batch, dry.number))
+    first, second, other = results
+    tolerance = tolerance_of(dry.job, dry.run, dry.model)
+    for name, part in first.items():
+        if _apart([part], [second[name]]) > tolerance:
+            raise dry.contract.wrong(
+                "embed",
+                f"returned {name!r} with other values for the same micro-batch and random numbers",
+                "it runs twice, without gradients and with them: use torch's global generator",
+            )
+        if not part.ndim and _apart([part], [other[name]]) > tolerance:
+            raise dry.contract.wrong(
+                "embed",
+                f"returned {name!r}, which is 0-dim and differs between micro-batches",
+                "give it one row per sample",
+            )
 
 
 def _embedded(dry: DryRun) -> _Rows:

@@ -102,6 +102,11 @@ def check_losses(dry: DryRun, first: Trained, last: Trained) -> str:
             "batch.grain requires that the same samples with the same seeds give the same loss, "
             f"but {stateful}. Use torch's global generator and return copies, or remove batch.grain"
         )
+    if stateful and dry.contract.whole:
+        raise BadInput(
+            "a loss over the whole batch embeds each micro-batch twice, and needs equal results, "
+            f"but {stateful}. Use torch's global generator and return copies"
+        )
     recompute = dry.job.recipe.machine.recompute
     if stateful.endswith(OWN_STATE) and recompute != "none":
         raise BadInput(
