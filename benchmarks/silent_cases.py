@@ -46,28 +46,11 @@ RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}
 WAYS = {"plain": False, "grain": True}
 LONGEST = 300.0  # seconds of a program
 
+# Part, name, (layout, "plain" or "grain") of each of its runs, and file and commands of a program.
+Case = tuple[str, str, list[tuple[str, str]], Any]
+
 # Lines of a program that report a fault, if it has no error.
 REPORTS = "another parallel layout|same micro-batch|is not the sum|changes|has changed|other values"
-
-
-@dataclass
-class Asked:
-    """What is to be run."""
-
-    parts: Sequence[str]
-    layouts: Sequence[str]
-    ways: Sequence[str]
-    only: Sequence[str]
-    """names of cases; empty: all"""
-    kind: str
-    """kinds of `models`, such as AB; empty: all"""
-    more: list[str]
-    """more words of the command line, for `models` and `late`"""
-    programs: Path | None
-
-    def takes(self, name: str) -> bool:
-        """Return whether a case is to be run."""
-        return not self.only or name.rpartition(".")[2] in self.only or name in self.only
 
 
 @dataclass
@@ -150,19 +133,21 @@ def late_cases() -> dict[str, Any]:
     return cases
 
 
-def model_cases(asked: Asked) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
-    """Yield part, name, and layouts and ways of each model; and register it for ``outcome``."""
+def model_cases(asked: argparse.Namespace) -> Iterator[Case]:
+    """Yield the models, and register each for ``outcome``."""
     import zoo_outcomes
 
+    more = ["--machine.check_every", asked.check_every] if asked.check_every else []
+    more += ["--duration", asked.duration] if asked.duration else []
     for part, entries in (("models", zoo_outcomes.SILENT), ("late", late_cases())):
         for name, entry in entries.items():
             if asked.kind and entry.kind not in asked.kind:
                 continue
-            words = (*entry.words, *asked.more)
+            words = (*entry.words, *more)
             zoo_outcomes.ENTRIES[name] = dataclasses.replace(entry, words=words)
             # BatchNorm is rejected with batch.grain.
             ways = [way for way in asked.ways if way == "plain" or not name.endswith("Norm")]
-            yield part, name, [(layout, way) for way in ways for layout in asked.layouts]
+            yield part, name, [(layout, way) for way in ways for layout in asked.layouts], None
 
 
 def of_model(name: str, at: Sequence[tuple[str, str]], folder: Path) -> Iterator[Found]:
@@ -323,11 +308,11 @@ def of_program(file: Path, commands: str, folder: Path, source: Path) -> Found:
 # -------------------------------------------------------------------------------------------
 
 
-def cases(asked: Asked) -> Iterator[tuple[str, str, list[tuple[str, str]], Any]]:
-    """Yield part, name, layouts and ways of each case, and what ``results`` needs to run it."""
+def cases(asked: argparse.Namespace) -> Iterator[Case]:
+    """Yield all cases of the parts."""
     import silent_values
 
-    yield from ((*case, None) for case in model_cases(asked))
+    yield from model_cases(asked)
     if asked.kind:
         return
     tables = table_of_sums()
@@ -343,39 +328,54 @@ def cases(asked: Asked) -> Iterator[tuple[str, str, list[tuple[str, str]], Any]]
         yield "programs", name, [("as stated", "plain")], (file, commands)
 
 
-def take(asked: Asked, source: Path, to: Path) -> None:
+def runs_of(
+    part: str,
+    name: str,
+    at: Sequence[tuple[str, str]],
+    program: Any,
+    folder: Path,
+    controls: Path,
+    source: Path,
+) -> Iterator[Found]:
+    """Run a case on these layouts; yield what each of them shows."""
+    if part in ("models", "late"):
+        yield from of_model(name, at, folder)
+        return
+    for layout, way in at:
+        place = folder / f"{layout}-{way}"
+        try:
+            if part == "sums":
+                yield of_sums(name, layout, place)
+            elif part == "changes":
+                yield of_change(name, layout, way, place, controls)
+            else:
+                yield of_program(*program, folder, source)
+        except AssertionError as hung:  # of worlds.run
+            yield Found("hang", False, line=str(hung).splitlines()[0])
+
+
+def take(asked: argparse.Namespace, source: Path) -> None:
     """Run the cases that the file of results lacks; write it after each of them."""
+    to = asked.to
     results = json.loads(to.read_text()) if to.exists() else {}
     with tempfile.TemporaryDirectory(prefix="silent-") as scratch:
         controls = Path(scratch) / "controls"
         controls.mkdir()
         for part, name, at, program in cases(asked):
-            if part not in asked.parts or not asked.takes(name):
-                continue
+            wanted = not asked.only or name.rpartition(".")[2] in asked.only
             left = [one for one in at if f"{part} {name} {one[0]} {one[1]}" not in results]
-            if not left:
+            if part not in asked.parts or not wanted or not left:
                 continue
             folder = Path(scratch) / "case"
             folder.mkdir()
             began = time.perf_counter()
-            found: Iterator[Found]
-            if part in ("models", "late"):
-                found = of_model(name, left, folder)
-            elif part == "sums":
-                found = (of_sums(name, layout, folder / layout) for layout, _ in left)
-            elif part == "changes":
-                found = (
-                    of_change(name, layout, way, folder / f"{layout}-{way}", controls)
-                    for layout, way in left
-                )
-            else:
-                found = (of_program(*program, folder, source) for _ in left)
+            found = runs_of(part, name, left, program, folder, controls, source)
             for (layout, way), one in zip(left, found, strict=True):
                 one.line = one.line.replace(f"{TESTS.parent}/", "")[:100]
                 results[f"{part} {name} {layout} {way}"] = dataclasses.asdict(one)
                 mark = "!" if one.right is False else " "
-                told = f"{one.outcome:12} step {one.step:4} {one.line[:60]}"
-                print(f"{mark} {part} {name} {layout} {way}: {told}", flush=True)
+                text = f"{one.outcome:12} step {one.step:4} {one.line[:60]}"
+                print(f"{mark} {part} {name} {layout} {way}: {text}", flush=True)
             to.write_text(json.dumps(results, indent=1))
             print(f"  {time.perf_counter() - began:.1f} s", flush=True)
             shutil.rmtree(folder)
@@ -402,9 +402,8 @@ def print_table(files: Sequence[Path]) -> None:
     for name in names:
         part, case, layout = name.split(" ", 2)
         cells = [told(one.get(name)) for one in results]
-        print(
-            f"{part:8} {case:38} {layout:16} {' | '.join(f'{cell:40}' for cell in cells)}".rstrip()
-        )
+        columns = " | ".join(f"{cell:40}" for cell in cells)
+        print(f"{part:8} {case:38} {layout:16} {columns}".rstrip())
         if line := next((one[name]["line"] for one in results[::-1] if name in one), ""):
             print(f"{'':10}{line}")
     print()
@@ -464,12 +463,7 @@ def main() -> None:
     if given.default_checks:
         at = zoo_outcomes.COMMON.index("--machine.check_every")
         del zoo_outcomes.COMMON[at : at + 2]
-    more = ["--machine.check_every", given.check_every] if given.check_every else []
-    more += ["--duration", given.duration] if given.duration else []
-    what = Asked(
-        given.parts, given.layouts, given.ways, given.only, given.kind, more, given.programs
-    )
-    take(what, source, given.to)
+    take(given, source)
 
 
 if __name__ == "__main__":
