@@ -117,3 +117,48 @@ class LateRows(Right):
 
 class Drawn(Right):
     net = Drawing
+
+
+class Normed(nn.Module):
+    """BatchNorm, and in training from the 9th forward on something that its buffers do not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        late = self.training and self.calls > 8
+        return self.layers(self.changed(x) if late else x)[:, 0]
+
+    def changed(self, x):
+        """Return what the layers get instead of ``x``."""
+        raise NotImplementedError
+
+
+class Shrinking(Normed):
+    """The weight of its last layer shrinks, behind its version counter."""
+
+    def changed(self, x):
+        self.layers[3].weight.data.mul_(0.97)
+        return x
+
+
+class Noisy(Normed):
+    """Draws from a generator of its own, which nobody seeds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(3)
+
+    def changed(self, x):
+        return x + 0.1 * torch.randn(x.shape, generator=self.own, dtype=x.dtype)
+
+
+class ShrinkingNorm(Right):
+    net = Shrinking
+
+
+class NoisyNorm(Right):
+    net = Noisy
