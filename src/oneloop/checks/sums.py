@@ -38,7 +38,7 @@ def distance(whole: Pass, parts: Sequence[Pass]) -> Distance:
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
 
     # A gradient that is 0 but for rounding (biases of keys) is compared with all the others.
-    noise = 1e-4 * math.fsum(gradient.norm for gradient in whole.gradients.values())
+    noise = 1e-2 * math.fsum(gradient.norm for gradient in whole.gradients.values())
     gradients = [(0.0, "")]
     for name, gradient in whole.gradients.items():
         found = [part.gradients.get(name, _NONE) for part in parts]
