@@ -207,7 +207,8 @@ class _Proof:
         try:
             return self._compare_runs(wide, "float64")
         except (_Failed, BadInput) as error:
-            if self.double or machine.dtype == "float64":
+            wrong = "a different model" in str(error)  # a small term, which float32 does not show
+            if wrong or self.double or machine.dtype == "float64":
                 raise
             failed = str(error).splitlines()[-1]
 
