@@ -16,17 +16,21 @@ def prove(words: Sequence[str], *, start: Start | None = None) -> int:
 
     Reports bit-identical (with batch.grain), equal (the gradients agree, and the weights differ
     only by rounding), or different: the first step and tensor, and the likely reason. The exit code
-    is 0, or 1 if different or failed.
+    is 0, 1 if different or failed, or 2 if a check before the first step rejects the recipe.
 
-      oneloop prove my_task.py:MyTask --config_file fsdp2
+      oneloop prove my_task.py:MyTask --config_file fsdp2 --every_step
+      oneloop prove my_task.py:MyTask --config_file single --double
     """
     options = Options(
         "prove",
         prove.__doc__,
-        usage="oneloop prove RECIPE [--key value …] --config_file FILE [OPTIONS]",
+        usage="oneloop prove RECIPE [--key value …] [--config_file FILE] [OPTIONS]",
     )
     options.add_argument(
-        "--config_file", required=True, metavar="FILE", help="the layout to compare (ddp, fsdp2, …)"
+        "--config_file",
+        default="ddp",
+        metavar="FILE",
+        help="the layout to compare (single, ddp, fsdp2, …); default: ddp",
     )
     options.add_argument(
         "--processes",
@@ -35,6 +39,18 @@ def prove(words: Sequence[str], *, start: Start | None = None) -> int:
         help="default: the number in the config file",
     )
     options.add_argument("--steps", type=positive(int), default=8, metavar="N", help="default: 8")
+    options.add_argument(
+        "--every_step",
+        action="store_true",
+        help="repeat a micro-batch on all ranks, and compare the ranks, after each step; default: "
+        "in a few steps and in the last one, and after each step if a difference is found",
+    )
+    options.add_argument(
+        "--double",
+        action="store_true",
+        help="train in float64 only, without mixed precision (machine.dtype float64), so that "
+        "sums over samples must agree to 1e-9",
+    )
     options.add_argument("--json", action="store_true", help="print the result as JSON")
     given, training = options.parse_known_args(words)
     read_config(given.config_file)

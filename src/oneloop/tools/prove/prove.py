@@ -3,6 +3,7 @@
 The answer comes from real runs of a few steps."""
 
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +46,6 @@ _KEYS = {
     "run.resume": "auto",
     "stop.after": None,
     "debug.dry_run": False,
-    # Only rank 0's weights are compared: end a run whose replicas differ.
-    "machine.check_every": 1,
 }
 
 # the layout may differ from the reference by at most this multiple of the control's difference
@@ -57,8 +56,14 @@ _GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
 _CONTROL = {"float64": 1e-5, "float32": 1e-2}
 
 
-# Words of the lines that name a cause, the most certain first; and lines that name none.
+# Patterns of what the run's own comparisons find.
+_STEP = r"step (\d+): "
+_FOUND = _STEP + ".*trains a different model"
+_STOPPED = r"(?:Inexact|ReplicasDiffer): (.*)"
+
+# Patterns of the lines that name a cause, the most certain first; and lines that name none.
 _CAUSES = (
+    _FOUND,
     "trains a different model",
     "parallel layout",
     "parameters without a gradient in the preflight check",
@@ -72,11 +77,15 @@ class _Failed(RuntimeError):
     """A run ended with an error."""
 
 
+class _Differs(RuntimeError):
+    """A run ended because its own comparisons found a difference."""
+
+
 def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
     """Compare a parallel layout with one process, and print the verdict. Raise BadInput.
 
     Args:
-        own: The options config_file, processes, steps and json.
+        own: The options config_file, processes, steps, every_step, double and json.
         training: Recipe and keys.
         start: Starts a run; default: ``oneloop launch``.
 
@@ -85,10 +94,7 @@ def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None
     """
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         proof = _Proof(training, own, Path(scratch), start or _launch)
-        try:
-            result = proof.result()
-        except _Failed as error:
-            result = {"verdict": "failed", "reason": str(error)}
+        result = proof.result()
     result = {"verdict": "", **proof.about, **result}
     print(dumps(result) if own.json else printable("\n".join(_lines(result))))
     return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
@@ -121,12 +127,18 @@ class _Proof:
 
         # Options of the two layouts.
         half = settings.get("mixed_precision") or "no"
-        precision = ["--mixed_precision", half if batch.grain else "no"]
+        kept = half if batch.grain and not own.double else "no"
+        precision = ["--mixed_precision", kept]
         self.single = ["--config_file", config_file("single"), *precision]
         self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
         self.training = [str(own.steps), *training]
         self.scratch = scratch
         self.start = start
+        self.double = own.double
+
+        # Only rank 0's weights are compared here: the run compares all ranks, in the last step or
+        # in each.
+        self.check_every = 1 if own.every_step else own.steps
 
         # One process recomputes nothing, so that a fault of recompute is found. (The compiler would
         # fuse other operations, and round differently.)
@@ -141,7 +153,7 @@ class _Proof:
             self.notes.append(
                 f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo"
             )
-        if half != "no" and not batch.grain:
+        if half != kept:
             self.notes.append(
                 f"compared without mixed precision ({half}), because half precision rounds "
                 "differently"
@@ -154,30 +166,56 @@ class _Proof:
         }
 
     def result(self) -> dict[str, Any]:
-        """Make the runs and compare them. Raise BadInput, or _Failed if a run fails."""
-        machine = self.recipe.machine
-        # With batch.grain, layouts promise the same bits: compare the hashes in the logs.
-        if self.recipe.batch.grain:
-            layout = self._run("layout", self.layout, {})
-            reference = self._run("reference", self.single, self.plain)
-            verdict = _verdict(parting(reference, layout)[0], "bit-identical")
-            reason = self._reason(layout, control=False) if verdict["step"] else None
-            return {"dtype": machine.dtype, **verdict, "reason": reason}
+        """Make the runs and return the verdict. Raise BadInput."""
+        result = self._judge()
+        known = result["reason"] and not re.search(_STEP, result["reason"])
+        if result["verdict"] != "different" or known or self.check_every == 1:
+            return result
 
+        # What a run found late, or not at all, may be found earlier: compare in every step.
+        self.check_every = 1
+        again = self._judge()
+        return again if again["verdict"] == "different" else result
+
+    def _judge(self) -> dict[str, Any]:
+        """Make the runs; return the verdict, also if a run ends early. Raise BadInput."""
+        try:
+            return self._result()
+        except _Failed as error:
+            return {"verdict": "failed", "reason": str(error)}
+        except _Differs as error:
+            return _found(str(error))
+
+    def _result(self) -> dict[str, Any]:
+        """Make the runs and compare them. Raise BadInput, _Failed or _Differs."""
+        machine = self.recipe.machine
         keys: dict[str, Any] = {"machine.matmul": "highest"}
         if machine.base_dtype not in (None, "float32"):
             keys["machine.base_dtype"] = "float32"
+        wide = {**keys, "machine.dtype": "float64"}
+
+        # With batch.grain, layouts promise the same bits: compare the hashes in the logs.
+        if self.recipe.batch.grain:
+            same = wide if self.double else {}
+            layout = self._run("layout", self.layout, same)
+            reference = self._run("reference", self.single, {**same, **self.plain})
+            verdict = _verdict(parting(reference, layout)[0], "bit-identical")
+            reason = self._reason(layout, control=False) if verdict["step"] else None
+            dtype = same.get("machine.dtype", machine.dtype)
+            return {"dtype": dtype, **verdict, "reason": reason}
+
         try:
-            return self._compare_runs({**keys, "machine.dtype": "float64"}, "float64")
+            return self._compare_runs(wide, "float64")
         except (_Failed, BadInput) as error:
-            if machine.dtype == "float64":
+            wrong = "a different model" in str(error)  # a small term, which float32 does not show
+            if wrong or self.double or machine.dtype == "float64":
                 raise
             failed = str(error).splitlines()[-1]
 
         # Not every operation exists in float64.
         result = self._compare_runs({**keys, "machine.dtype": "float32"}, "float32")
-        self.notes.append(f"compared in float32, because a run in float64 failed: {failed}")
-        return result
+        note = f"compared in float32, because a run in float64 failed: {failed}"
+        return {**result, "notes": [*self.notes, note]}
 
     def _compare_runs(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
         # The control differs from the reference only in its micro-batch: that is the rounding.
@@ -196,22 +234,26 @@ class _Proof:
         control = self._run(f"control{again}", self.single, {**plain, "batch.micro": each})
         parted, result = _compare([layout, control, reference], dtype)
         result |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
+        reason = self._reason(layout, control=result["control"] > _CONTROL[dtype])
         if parted:
-            result["reason"] = self._reason(layout, control=result["control"] > _CONTROL[dtype])
+            result["reason"] = reason
+        elif reason and re.match(_FOUND, reason):
+            result |= _found(reason)
 
         # Clipping spreads a difference to all tensors at once; without it, the first tensor is the
         # cause.
         if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
             other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
-            if other["step"]:
+            if other["tensor"]:
                 for key in ("step", "tensor", "tensors", "by"):
                     result[key] = other[key]
         return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
-        folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
+        folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}-{self.check_every}"
+        more = {"machine.check_every": self.check_every, "run.dir": str(folder)}
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        own = as_arguments({**_KEYS, **keys, "run.dir": str(folder)})
+        own = as_arguments({**_KEYS, **keys, **more})
         output = folder.with_suffix(".txt")
         try:
             with output.open("wb") as stream:
@@ -229,6 +271,9 @@ class _Proof:
             why = text[-2000:]
             if summary.exists():
                 why = json.loads(summary.read_text())["exit_reason"]
+            found = re.search(_STOPPED, why, re.DOTALL)
+            if found:
+                raise _Differs(f"the {name} run stopped: {found[1]}")
             raise _Failed(f"the {name} run ended with exit code {code}: {why}")
         return folder
 
@@ -321,6 +366,13 @@ def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
     return {"verdict": "different", "step": parted.step, "tensor": tensor, "tensors": str(parted)}
 
 
+def _found(reason: str) -> dict[str, Any]:
+    """Return the verdict that a run's own comparisons found a difference."""
+    step = re.search(_STEP, reason)
+    number = int(step[1]) if step else None
+    return {**_verdict(None, "different"), "step": number, "reason": reason}
+
+
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     verdict = result["verdict"]
     layout = result["layout"]
@@ -331,8 +383,8 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
             f", control {result['control']:.1e}"
         )
 
-    if verdict == "failed":
-        yield f"failed: {layout}: {result['reason']}"
+    if verdict == "failed" or (verdict == "different" and result["tensors"] is None):
+        yield f"{verdict}: {layout}: {result['reason']}"
     elif verdict == "different":
         by = f", by {result['by']:.1e}" if "by" in result else ""
         first = f", first in {result['tensors']}{by}" if result["tensors"] else ""

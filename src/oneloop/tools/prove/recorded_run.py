@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before the slow imports, as in oneloop.train
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import Any, NoReturn
 
 import torch
@@ -45,11 +45,18 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
                 gradients[f"model.{bare_name(name)}"] = parameter.grad
             # Collective under FSDP2: every rank gathers, rank 0 writes.
             both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
-            if run.main:
+            # The folder is made after the trial, which steps on a toy model under FSDP2.
+            if run.main and folder.path.is_dir():
                 torch.save(both, folder.path / f"step-{next(numbers)}.pt")
 
         made.register_step_post_hook(keep)
         return made
+
+    # machine.dtype converts float32 only. Weights in 16 bits would round more than float64 shows.
+    if job.recipe.machine.dtype == "float64":
+        for tensor in chain(job.model.parameters(), job.model.buffers()):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = tensor.data.double()
 
     intervals = replace(job.intervals, total=min(steps, job.steps))
     job = replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer)
