@@ -11,7 +11,7 @@ The repeat restores what it changes. It needs the memory of one micro-batch of a
 more copies of its samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 
@@ -28,8 +28,7 @@ from oneloop.checks.replicas import compare_replicas
 from oneloop.checks.reports import (
     Report,
     other_samples,
-    ranks_differ,
-    reruns_differ,
+    results_differ,
     samples_differ,
 )
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
@@ -199,21 +198,31 @@ class Checks:
         compare_replicas({n: report.shared for n, report in enumerate(reports)}, step=number)
 
         # Samples and results must be equal, too.
-        why = "" if self._reported else self._differ(reports, rank)
-        if why:
-            self._report(number, why)
-        else:
+        why = samples_differ(reports, rank) or results_differ(
+            reports,
+            rank,
+            least=None if self._bits else self._least,
+            # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
+            across=self._moving <= self._statistics(),
+        )
+        if not why:
             self.equal_at = number
+        elif not self._reported:
+            self._report(number, why)
 
     def _report(self, number: int, why: str) -> None:
         """Raise Inexact if the run promises equal results; else report it, once.
 
         A loss over the whole batch computes each embedding twice, and needs equal ones.
         """
-        if self._strict:
-            raise Inexact(f"step {number}: {why}", equal_at=self.equal_at)
-        self._run.display.say(f"step {number}: {why}; {DEPENDS}")
         self._reported = True
+        self._tell(f"step {number}: {why}", is_error=self._strict)
+
+    def _tell(self, why: str, *, is_error: bool) -> None:
+        """Raise Inexact, or print what follows for another parallel layout."""
+        if is_error:
+            raise Inexact(why, equal_at=self.equal_at)
+        self._run.display.say(f"{why}; {DEPENDS}")
 
     def _judge(self, found: Iterable[str], start: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
@@ -226,17 +235,17 @@ class Checks:
             Whether a change was reported.
         """
         found = [change for change in found if _name(change) not in self._moving]
-        errors = [change for change in found if change.startswith(self._rejected)]
-        if errors:
-            raise Inexact(
-                f"{start}the {errors[0]}, and not by an update, so the weights would depend on the "
-                "parallel layout; let nothing but the optimizer change it, or train on one process "
-                "without batch.grain",
-                equal_at=self.equal_at,
-            )
+        for change in found:
+            if change.startswith(self._rejected):
+                self._tell(
+                    f"{start}the {change}, and not by an update, so the weights would depend on "
+                    "the parallel layout; let nothing but the optimizer change it, or train on "
+                    "one process without batch.grain",
+                    is_error=True,
+                )
         if found:
-            self._run.display.say(f"{start}the {found[0]}, and not by an update; {DEPENDS}")
-            self._moving.update(map(_name, found))
+            self._tell(f"{start}the {found[0]}, and not by an update", is_error=False)
+        self._moving.update(map(_name, found))
         return bool(found)
 
     def _load(self, place: Place) -> Batch:
@@ -328,16 +337,6 @@ class Checks:
         self._seed(*place)
         result = run_pass(model, lambda: self._job.task.loss(model, copy))
         return result._replace(outputs={})
-
-    def _differ(self, reports: Sequence[Report], chosen: int) -> str:
-        """Return the first difference of samples and results; empty if there is none."""
-        why = samples_differ(reports, chosen)
-        if not why and self._bits:
-            why = reruns_differ(reports)
-        # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
-        if not why and self._moving <= self._statistics():
-            why = ranks_differ(reports, chosen, least=0.0 if self._bits else self._least)
-        return why
 
     def _statistics(self) -> set[str]:
         """Return the names of BatchNorm's buffers, which a forward in training does not read."""

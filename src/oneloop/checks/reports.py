@@ -44,34 +44,31 @@ def other_samples(rank: int, name: str, known: str) -> str:
     )
 
 
-def reruns_differ(reports: Sequence[Report]) -> str:
-    """Return how the two passes of a rank differ; an empty text if they are bit-identical."""
-    for rank, report in enumerate(reports):
-        again = difference(*report.passes, {})
-        if again:
-            names = [*dict.fromkeys(report.attributes)]
-            changed = ", ".join(names[:3]) or "nothing that can be compared"
-            return (
-                f"rank {rank} got {again} for the same micro-batch, seeds and weights the second "
-                f"time; what changed in between: {changed}"
-            )
-    return ""
-
-
-def ranks_differ(reports: Sequence[Report], chosen: int, *, least: float) -> str:
-    """Return how the passes of two ranks differ; an empty text if they do not.
-
-    They may differ by ten times the difference of two reruns.
+def results_differ(
+    reports: Sequence[Report], chosen: int, *, least: float | None, across: bool
+) -> str:
+    """Return how loss and gradients of passes differ; an empty text if they do not.
 
     Args:
         reports: of all ranks.
         chosen: the rank that trains the micro-batch.
-        least: smallest relative difference that counts, unless reruns are bit-identical (0).
+        least: smallest relative difference that counts; more counts only if it is more than ten
+            times the difference of two reruns. None: reruns are bit-identical.
+        across: whether to compare the ranks, too.
     """
-    noise = _noise(reports, least)
+    noise = {} if least is None else _noise(reports, least)
+    for rank, report in enumerate(reports):
+        found = difference(*report.passes, noise)
+        if found:
+            names = [*dict.fromkeys(report.attributes)]
+            changed = ", ".join(names[:3]) or "nothing that can be compared"
+            return (
+                f"rank {rank} got {found} for the same micro-batch, seeds and weights the second "
+                f"time; what changed in between: {changed}"
+            )
     for rank, report in enumerate(reports):
         found = difference(reports[chosen].passes[0], report.passes[0], noise)
-        if found:
+        if found and across:
             return (
                 f"ranks {chosen} and {rank} got {found} for the same micro-batch, seeds and weights"
             )

@@ -55,6 +55,7 @@ _OTHERS = {
     "transformers",
 }
 """packages whose objects are not followed, except modules of a model"""
+_MISSING = object()
 _REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: they do not show in names
 
 
@@ -164,13 +165,11 @@ class _Value(NamedTuple):
         now = self.get()
         if _same(self.before, now):
             return []
-        if not isinstance(now, dict):
-            return [self.name]
         names = []
-        for key in {**self.before, **now}:
-            both = key in now and key in self.before
-            if not (both and _same_element(now[key], self.before[key])):
-                names.append(_inner_name(self.name, key))
+        if isinstance(now, dict):
+            for key in {**self.before, **now}:
+                if not _same_element(now.get(key, _MISSING), self.before.get(key, _MISSING)):
+                    names.append(_inner_name(self.name, key))
         return names or [self.name]
 
 
@@ -227,7 +226,7 @@ class Values:
         if isinstance(value, _CONTAINERS):
             return value.copy, lambda copy: _refill(value, copy)
         if isinstance(value, torch.Generator):
-            return lambda: value.get_state().tolist(), lambda state: _set_state(value, state)
+            return value.get_state, value.set_state
         if isinstance(value, random.Random):
             return value.getstate, value.setstate
         if isinstance(value, np.random.RandomState):
@@ -241,8 +240,11 @@ class Values:
 
     def _fits(self, value: Any) -> bool:
         """Return whether to copy a tensor or an array that is not of the model."""
-        if isinstance(value, Tensor) and not _is_strided(value):
-            return False
+        if isinstance(value, Tensor):
+            # Sparse and fake tensors, and those of other libraries, cannot be read like this.
+            plain = type(value) is Tensor and value.layout is torch.strided
+            if not plain or value.device.type == "meta":
+                return False
         self._left -= value.nbytes
         return self._left >= 0
 
@@ -271,30 +273,33 @@ def _inner_name(name: str, key: Any) -> str:
     return name if key in _REGISTRIES else f"{name}.{key}"
 
 
+class _Held(NamedTuple):
+    """What a tensor holds: this rank's shard, if it has shards."""
+
+    content: Tensor
+    trained: bool
+    address: int  # of its memory; 0 for a shard
+
+
 def _tensor_content(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return how to get and to set what a tensor holds: this rank's shard, if it has shards."""
+    """Return how to get and to set what a tensor holds."""
     memory = local(tensor.detach())
     is_shard = isinstance(tensor, DTensor)
 
-    def get() -> tuple[Tensor, bool, int]:
+    def get() -> _Held:
         now = local(tensor.detach())
-        return now.clone(), tensor.requires_grad, 0 if is_shard else now.data_ptr()
+        return _Held(now.clone(), tensor.requires_grad, 0 if is_shard else now.data_ptr())
 
     @torch.no_grad()
-    def put(content: tuple[Tensor, bool, int]) -> None:
-        copy, trained, _ = content
+    def put(before: _Held) -> None:
         # Return to the memory of before, after an assignment to .data.
         if not is_shard:
             tensor.data = memory
-        local(tensor.detach()).copy_(copy)
+        local(tensor.detach()).copy_(before.content)
         if tensor.is_leaf:
-            tensor.requires_grad_(trained)
+            tensor.requires_grad_(before.trained)
 
     return get, put
-
-
-def _set_state(generator: torch.Generator, state: list[int]) -> None:
-    generator.set_state(torch.tensor(state, dtype=torch.uint8))
 
 
 def _refill(value: Any, copy: Any) -> None:
@@ -329,12 +334,6 @@ def _is_own(kind: type) -> bool:
     return package not in _OTHERS and package not in sys.stdlib_module_names - {"__main__"}
 
 
-def _is_strided(tensor: Tensor) -> bool:
-    """Return whether elements can be read and written: a plain tensor, not sparse or fake."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return plain and tensor.device.type != "meta"
-
-
 def _same(one: Any, other: Any) -> bool:
     """Return whether two contents of a value are equal, in the same order."""
     if isinstance(one, dict):
@@ -345,8 +344,10 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same_element, one, other))
     if isinstance(one, set):
         return bool(one == other)
-    if isinstance(one, tuple) and isinstance(one[0], Tensor):
-        return one[1:] == other[1:] and _same_bits(one[0], other[0])
+    if isinstance(one, Tensor):
+        return _same_bits(one, other)
+    if isinstance(one, _Held):
+        return one[1:] == other[1:] and _same_bits(one.content, other.content)
     return pickle.dumps(one) == pickle.dumps(other)  # arrays, and states of generators
 
 
