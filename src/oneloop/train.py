@@ -5,7 +5,8 @@ accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train dig
 
 import sys
 
-if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
+# Before the slow imports: answer --help and bad input, and start the process that supervises.
+if __name__ == "__main__":
     from oneloop.launch import hidden_modules
 
     hidden_modules.begin(sys.argv[1:])
@@ -45,16 +46,16 @@ def accumulate(
     position: int,
     measured: bool,
 ) -> Sums:
-    """Accumulate the gradients of a step: of its summed loss, divided by its total weight.
+    """Accumulate a step's gradients: the loss is the sum over the global batch / its weight.
 
     Args:
         job: what the recipe describes.
         run: this process, with its rank and accelerator.
-        gradients: seeds and sums the gradients.
+        gradients: seeds the random numbers of each micro-batch, and sums its gradients.
         group: this rank's micro-batches, their weights, and the total weight of all ranks.
         meter: its clock measures the phases of the step.
         position: index of the step's first sample in the order of all samples.
-        measured: whether a log line follows.
+        measured: whether to measure what only a log line shows.
 
     Returns:
         The sums of this rank's losses and metrics, on the device.
@@ -70,14 +71,15 @@ def accumulate(
     scale = gradients.factor / group.total
 
     with gradients.step(position, measured=measured):
-        # A loss over the whole batch makes a first pass over all micro-batches here.
+        # Usually the task's loss and these micro-batches. A loss over the whole batch (contrastive)
+        # makes a first pass over all micro-batches here.
         loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
 
         # Accumulate gradients. After the last micro-batch, .grad is the sum over all ranks.
         for batch, weight in zip(batches, group.weights, strict=False):
             with accelerator.accumulate(model), gradients.micro_batch(weight):
                 loss, outputs = loss_of(model, batch)
-                # A NaN loss on one rank makes the gradient norm NaN on all ranks.
+                # loss * scale. A NaN loss on one rank makes the gradient norm NaN on all ranks.
                 accelerator.backward(contagious(loss, scale))
             sums.add(loss, outputs, weight)
             clock.mark("compute")
@@ -96,7 +98,7 @@ def update(
 ) -> None:
     """Update the weights, which the device leaves unchanged if the gradients are bad.
 
-    The step is then pending.
+    The step is then pending: whether its gradients were bad is not yet known.
 
     Args:
         gradients: the gradients of the step.
@@ -114,13 +116,16 @@ def update(
 
     # Queue the update. With a fused optimizer, the host does not wait to learn of bad gradients.
     set_lr(guard.optimizer, lr, momentum)
-    gradients.seed_update()
+    gradients.seed_update()  # of an optimizer that draws random numbers
     guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
     clear_gradients(gradients.parameters)
 
 
 def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
-    """Record a step of ``samples`` samples that was not bad, and update the EMA weights."""
+    """Record a step of ``samples`` samples that was not bad, and update the EMA weights.
+
+    The weights are those of this step: the next update is not queued yet.
+    """
     meter.step(
         loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=samples
     )
@@ -156,7 +161,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        trial = preflight(job, run, model)  # tries task and model on a few samples
+        # Run a few samples through task and model. What the trial finds out decides what follows.
+        trial = preflight(job, run, model)
     gradients = Gradients(job, run, model, parameters, trial)
     guard = Guard(
         optimizer,
@@ -170,15 +176,16 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     state = State(job, run, folder.path, model, optimizer, emas, guard, trial)
     run_log = open_run(job, run, folder, state, trial)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
-    clock = meter.clock
+    clock = meter.clock  # mark(phase): the time since the last mark was spent on this phase
     steps = Steps(job, run, count, checkpoints, gradients)
     checks = Checks(job, run, model, trial, seed=gradients.seed_as, units=gradients.units)
+    # The rare work: log, evaluate, handle bad steps, end.
     upkeep = Upkeep(Parts(job, run, state, run_log, gradients, checks, steps))
     evaluations, ending = upkeep.evaluations, upkeep.ending
 
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step (see below), or None if no step is pending."""
-        steps.compare_units()  # under FSDP2, all ranks must have run the same
+        steps.compare_fsdp2_units()  # all ranks must have run the same modules in the same order
         step = guard.resolve()
         if step is None:
             return None
@@ -205,8 +212,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     clock.restart()
     with upkeep.around_steps(folder.path) as profiling:
         # The pending step. guard.step() queues an update, which the device skips if its gradients
-        # are bad. The step is then pending: the host does not yet know which. It queues the next
-        # backward first, and then calls resolve():
+        # are bad. The step is then pending: the host does not yet know whether it was skipped. It
+        # queues the next backward first, and then calls resolve():
         #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | ...
         # So the device always has work queued, and the host waits at most for older work. Only if
         # something is due (a log line, an evaluation, a save, a stop, the end) does it resolve
@@ -219,11 +226,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             profiling.step(expected)
             clock.mark("other")
             if group.total == 0:
-                resolve()
+                resolve()  # it may raise its own error
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
-            # At some log lines, all ranks repeat a micro-batch, and compare what they get.
-            checks.before_step(group, count.position)
+            # Before some logged steps, all ranks compute one micro-batch of the step, compare what
+            # they get, and restore everything. A difference is reported, or raises Inexact.
+            checks.repeat_if_due(group, count.position)
 
             # Accumulate gradients.
             measured = intervals.is_due("log", expected)
@@ -231,25 +239,26 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 job, run, gradients, group, meter, position=count.position, measured=measured
             )
 
-            # Resolve the previous step. After a rewind, its weights and these gradients are void.
+            # Resolve the previous step. A rewind has cleared these gradients, too, and continues with
+            # other samples.
             if resolve() is Outcome.REWOUND:
                 continue
-            number = count.step + 1
+            number = count.step + 1  # less than expected if the previous step was skipped
 
             # Update weights.
-            meter.before_update(intervals.is_due("log", number))
+            meter.before_update(measured=intervals.is_due("log", number))
             lr = job.rate(count.step, reductions=count.reductions)
             momentum = job.rate.momentum(count.step)  # None: the schedule does not change it
             update(gradients, guard, sums, lr=lr, momentum=momentum, clip=clip, weight=group.total)
-            count.position += layout.size
+            count.position += layout.size  # also if this step is skipped
 
-            # Is anything due? If not, leave this step pending.
+            # Is anything due, such as "log" or "save"? If not, leave this step pending.
             due = intervals.due(number, save=group.save)
             stopped = group.stop  # a stop request on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND:
-                continue  # a stop request is heard at the next step
+                continue  # the next group carries a stop request again
             if outcome is not Outcome.ACCEPTED and not stopped:
                 continue  # pending or skipped
 
@@ -269,7 +278,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 break
     # --8<-- [end:loop]
 
-    # Write the last checkpoint and final/ (the best weights if the recipe asks for them).
+    # Wait for the last checkpoint, and write final/ (the best weights if the recipe asks for them).
     failed = checkpoints.finish()
     final = ending.final_weights(stopped=stopped)
     checkpoints.close()

@@ -103,7 +103,7 @@ class Checks:
         self._last: dict[str, tuple[Tensor, bool, int]] = {}
         self._loaded: tuple[Place, dict[str, str]] | None = None
 
-    def before_step(self, group: Group, position: int) -> None:
+    def repeat_if_due(self, group: Group, position: int) -> None:
         """At some log lines, repeat a micro-batch of a step. Collective: call on every rank.
 
         Args:

@@ -125,7 +125,7 @@ class Steps:
             self._saved_at = now
         return due
 
-    def compare_units(self) -> None:
+    def compare_fsdp2_units(self) -> None:
         """Under FSDP2, check that all ranks ran the same units in the pending step.
 
         Wait for the all-reduce in progress since that step; if there is none, make one.
