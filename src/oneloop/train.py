@@ -5,8 +5,7 @@ accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train dig
 
 import sys
 
-# Before the slow imports: answer --help and bad input, and start the process that supervises.
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.launch import hidden_modules
 
     hidden_modules.begin(sys.argv[1:])
@@ -71,8 +70,7 @@ def accumulate(
     scale = gradients.factor / group.total
 
     with gradients.step(position, measured=measured):
-        # Usually the task's loss and these micro-batches. A loss over the whole batch (contrastive)
-        # makes a first pass over all micro-batches here.
+        # A loss over the whole batch (contrastive) makes a first pass over all micro-batches here.
         loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
 
         # Accumulate gradients. After the last micro-batch, .grad is the sum over all ranks.
@@ -161,8 +159,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        # Run a few samples through task and model. What the trial finds out decides what follows.
-        trial = preflight(job, run, model)
+        trial = preflight(job, run, model)  # runs a few samples through task and model
     gradients = Gradients(job, run, model, parameters, trial)
     guard = Guard(
         optimizer,
@@ -179,8 +176,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     clock = meter.clock  # mark(phase): the time since the last mark was spent on this phase
     steps = Steps(job, run, count, checkpoints, gradients)
     checks = Checks(job, run, model, trial, seed=gradients.seed_as, units=gradients.units)
-    # The rare work: log, evaluate, handle bad steps, end.
-    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, checks, steps))
+    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, checks, steps))  # the rare work
     evaluations, ending = upkeep.evaluations, upkeep.ending
 
     def resolve() -> Outcome | None:
@@ -229,8 +225,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 resolve()  # it may raise its own error
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
-            # Before some logged steps, all ranks compute one micro-batch of the step, compare what
-            # they get, and restore everything. A difference is reported, or raises Inexact.
+            # Before some logged steps, all ranks compute one micro-batch, compare, and restore.
             checks.repeat_if_due(group, count.position)
 
             # Accumulate gradients.
@@ -239,8 +234,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 job, run, gradients, group, meter, position=count.position, measured=measured
             )
 
-            # Resolve the previous step. A rewind has cleared these gradients, too, and continues with
-            # other samples.
+            # Resolve the previous step. A rewind has cleared these gradients, too.
             if resolve() is Outcome.REWOUND:
                 continue
             number = count.step + 1  # less than expected if the previous step was skipped
