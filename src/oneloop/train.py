@@ -215,8 +215,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         # something is due (a log line, an evaluation, a save, a stop, the end) does it resolve
         # step n right after update n.
         #
-        # A group has this rank's micro-batches of one step. While the previous step trained, all
-        # ranks agreed on its total weight, on a stop, and on a save.
+        # A group: this rank's micro-batches of a step, whose total weight all ranks agreed on.
         for group in clock.over("data", () if stopped or upkeep.over() else steps):
             expected = count.step + guard.pending + 1  # its number, if the pending step is accepted
             profiling.step(expected)
