@@ -55,7 +55,6 @@ _GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
 # relative distance of its weights; more is not rounding
 _CONTROL = {"float64": 1e-5, "float32": 1e-2}
 
-
 # Patterns of what the run's own comparisons find.
 _STEP = r"step (\d+): "
 _FOUND = _STEP + ".*trains a different model"
@@ -94,8 +93,7 @@ def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None
     """
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         proof = _Proof(training, own, Path(scratch), start or _launch)
-        result = proof.result()
-    result = {"verdict": "", **proof.about, **result}
+        result = {"verdict": "", **proof.about, **proof.result()}
     print(dumps(result) if own.json else printable("\n".join(_lines(result))))
     return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
 
@@ -136,8 +134,7 @@ class _Proof:
         self.start = start
         self.double = own.double
 
-        # Only rank 0's weights are compared here: the run compares all ranks, in the last step or
-        # in each.
+        # The run itself compares the weights of all ranks: in each step, or in the last one.
         self.check_every = 1 if own.every_step else own.steps
 
         # One process recomputes nothing, so that a fault of recompute is found. (The compiler would
@@ -196,13 +193,12 @@ class _Proof:
 
         # With batch.grain, layouts promise the same bits: compare the hashes in the logs.
         if self.recipe.batch.grain:
-            same = wide if self.double else {}
+            same = wide if self.double else {"machine.dtype": machine.dtype}
             layout = self._run("layout", self.layout, same)
             reference = self._run("reference", self.single, {**same, **self.plain})
             verdict = _verdict(parting(reference, layout)[0], "bit-identical")
             reason = self._reason(layout, control=False) if verdict["step"] else None
-            dtype = same.get("machine.dtype", machine.dtype)
-            return {"dtype": dtype, **verdict, "reason": reason}
+            return {"dtype": same["machine.dtype"], **verdict, "reason": reason}
 
         try:
             return self._compare_runs(wide, "float64")
@@ -210,11 +206,11 @@ class _Proof:
             wrong = "a different model" in str(error)  # a small term, which float32 does not show
             if wrong or self.double or machine.dtype == "float64":
                 raise
-            failed = str(error).splitlines()[-1]
+            why = str(error).splitlines()[-1]
 
         # Not every operation exists in float64.
         result = self._compare_runs({**keys, "machine.dtype": "float32"}, "float32")
-        note = f"compared in float32, because a run in float64 failed: {failed}"
+        note = f"compared in float32, because a run in float64 failed: {why}"
         return {**result, "notes": [*self.notes, note]}
 
     def _compare_runs(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
@@ -240,8 +236,7 @@ class _Proof:
         elif reason and re.match(_FOUND, reason):
             result |= _found(reason)
 
-        # Clipping spreads a difference to all tensors at once; without it, the first tensor is the
-        # cause.
+        # Clipping spreads a difference to all tensors; without it, the first one is the cause.
         if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
             other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
             if other["tensor"]:
@@ -250,14 +245,14 @@ class _Proof:
         return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
-        folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}-{self.check_every}"
-        more = {"machine.check_every": self.check_every, "run.dir": str(folder)}
+        folder = self.scratch / f"{name}-{keys['machine.dtype']}-{self.check_every}"
+        keys = {**_KEYS, **keys, "machine.check_every": self.check_every, "run.dir": str(folder)}
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        own = as_arguments({**_KEYS, **keys, **more})
         output = folder.with_suffix(".txt")
         try:
             with output.open("wb") as stream:
-                code = self.start([*options, *self.training, *own], stream.fileno())
+                words = [*options, *self.training, *as_arguments(keys)]
+                code = self.start(words, stream.fileno())
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
 
@@ -369,8 +364,7 @@ def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
 def _found(reason: str) -> dict[str, Any]:
     """Return the verdict that a run's own comparisons found a difference."""
     step = re.search(_STEP, reason)
-    number = int(step[1]) if step else None
-    return {**_verdict(None, "different"), "step": number, "reason": reason}
+    return {**_verdict(None, "different"), "step": step and int(step[1]), "reason": reason}
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:

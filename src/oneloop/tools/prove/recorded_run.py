@@ -14,7 +14,7 @@ if __name__ == "__main__":  # before the slow imports, as in oneloop.train
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any, NoReturn
 
 import torch
@@ -52,11 +52,9 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
         made.register_step_post_hook(keep)
         return made
 
-    # machine.dtype converts float32 only. Weights in 16 bits would round more than float64 shows.
+    # The key converts float32 only. The rounding of weights in 16 bits would hide small terms.
     if job.recipe.machine.dtype == "float64":
-        for tensor in chain(job.model.parameters(), job.model.buffers()):
-            if tensor.dtype in (torch.bfloat16, torch.float16):
-                tensor.data = tensor.data.double()
+        job.model.double()
 
     intervals = replace(job.intervals, total=min(steps, job.steps))
     job = replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer)
