@@ -23,12 +23,13 @@ from zoo_outcomes import Runs
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
     "oneloop.checkpoint.moved_buffers",
+    "oneloop.checks.dry_run",
+    "oneloop.checks.modes",
+    "oneloop.checks.preflight",
+    "oneloop.checks.sums",
     "oneloop.data.sample_reader",
     "oneloop.data.step_batches",
-    "oneloop.job.check_training",
-    "oneloop.job.preflight",
     "oneloop.job.restore",
-    "oneloop.job.sample_sums",
     "oneloop.job.unfit_models",
     "oneloop.launch.processes",
     "oneloop.loop.gradients",
@@ -210,16 +211,9 @@ def no_repeats() -> None:
 
 def dropout_left_on() -> None:
     """Compare the sums over samples in training mode."""
-    from oneloop.job import sample_sums
+    from oneloop.checks import sums
 
-    sample_sums.without_draws = lambda *given, **named: nullcontext("")
-
-
-def sums_in_float32() -> None:
-    """Compare the sums over samples with the weights as they are."""
-    from oneloop.job.sample_sums import SampleSums
-
-    SampleSums._in_float64 = lambda sums, plain, limit: nullcontext(None)
+    sums.without_draws = lambda model, root, compute, known: nullcontext((compute(), "in training"))
 
 
 def models_not_compared() -> None:
@@ -250,18 +244,17 @@ NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.g
     "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
     "repeats": (no_repeats, "MomentumQueue", 2, "ddp", True),
     "dropout in eval mode": (dropout_left_on, "FaintFocal", 1, "single", False),
-    "sums in float64": (sums_in_float32, "SmallPenalty", 1, "single", False),
     "the same model on all ranks": (models_not_compared, "EntropyFrozen", 2, "fsdp2", False),
     "widths in evaluations": (rows_not_compared, "RaggedEvaluation", 2, "ddp", False),
 }
 
 
 def nothing_restored() -> None:
-    """Restore buffers and generators only after the check before the run."""
-    from oneloop.job import preflight
-    from oneloop.job.restore import restored
+    """Restore only generators after the check before the run."""
+    from oneloop.basics.seeds import restored_generators
+    from oneloop.checks import dry_run
 
-    preflight.all_restored = lambda model, device, others: restored(model, device)
+    dry_run.restored = lambda device, **others: restored_generators(device)
 
 
 def read_here() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.seeds import random_states, reseed
 from oneloop.checks.contract import Contract
-from oneloop.checks.passes import Pass, Wrapped, run_pass
+from oneloop.checks.passes import Measure, Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored, state_hashes
 from oneloop.data.sample_reader import CannotSend, SampleReader
@@ -27,9 +27,11 @@ from oneloop.task_protocol.user_code import theirs
 
 
 class Trained(NamedTuple):
-    """One forward and backward over some samples, and what it used."""
+    """Result of one forward and backward over some samples."""
 
-    result: Pass
+    loss: float
+    outputs: dict[str, Any]
+    gradients: dict[str, Measure]  # by parameter; those that the loss does not use are missing
     draws: bool  # whether random numbers were drawn
     others: bool  # whether Python's or numpy's generator was used
     units: list[str]  # FSDP2 units that ran
@@ -106,28 +108,23 @@ class DryRun:
             Inexact: FSDP2 would drop what the forward changes, or a gradient is sparse.
         """
         model = self.model
-        before = random_states(self.run.device)
-        self.units.forget()
-        operations = Operations(modules=self.run.sharded)
+        operations = Operations(modules=self.run.sharded) if closely else None
         call = partial(
             run_pass,
             model,
             partial(self.contract.loss, model, batch),
             backward=backward,
-            between=partial(setattr, operations, "backward", True),
+            operations=operations,
         )
+        before = random_states(self.run.device)
+        self.units.forget()
         with restored_buffers(model):
-            with operations if closely else nullcontext():
-                result = theirs(self.job.task, "loss", call)
+            result: Pass = theirs(self.job.task, "loss", call)
             hashes = state_hashes(model) if closely else {}
         after = random_states(self.run.device)
+        flops = operations.total if operations else 0.0
         return Trained(
-            result,
-            draws=before != after,
-            others=before[1] != after[1],
-            units=self.units.calls,
-            hashes=hashes,
-            flops=operations.total,
+            *result, before != after, before[1] != after[1], self.units.calls, hashes, flops
         )
 
     def any(self, flag: bool) -> bool:
@@ -149,7 +146,7 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
 
     # Load the first samples, where the run reads its data.
     workers = run.workers(job.recipe.machine.workers)
-    samples = TrialSamples.first(job, None if workers else run.device)
+    samples = TrialSamples(job, None if workers else run.device)
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules

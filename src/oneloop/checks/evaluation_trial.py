@@ -56,7 +56,7 @@ def check_doubling(dry: DryRun, drawing: Any) -> list[str]:
     if changed:
         state = f"a forward in evaluation changes the {changed[0].rpartition(' has ')[0]}"
     exact = contract.additive and not contract.draws and not state
-    if exact and not contract.is_double(once, both, tolerance):
+    if exact and not near(2 * once, both, tolerance):
         again = float(contract.loss(model, one)[0])
         if near(once, again, tolerance):
             contract.check_doubling("loss", once, both, tolerance)
@@ -105,7 +105,7 @@ def check_metrics(dry: DryRun) -> list[str]:
         # With a loss over the whole batch, metrics get nothing but columns and parts.
         if contract.whole:
             given = columns_of(dry.job.task, batch)
-            outputs = parts_of(contract, dry.model, batch, number)
+            outputs = parts_of(contract, dry.model, batch)
         notes += contract.check_metrics(given, outputs, dry.run.device)
         if dry.job.recipe.eval.generate:
             notes += _check_generated(dry, batch)

@@ -82,7 +82,7 @@ def check_losses(dry: DryRun, first: Trained, last: Trained) -> str:
     Raises:
         BadInput: the run must be the same each time.
     """
-    losses = first.result.loss, last.result.loss
+    losses = first.loss, last.loss
     stateful: str = dry.read(TRAINED)[1]
     if not stateful.endswith((IN_PLACE, BY_COLLATE)):
         cause = stateful or OWN_STATE
@@ -112,7 +112,7 @@ def check_gradients(dry: DryRun, last: Trained) -> list[str]:
     """Return the trained parameters that get no gradient. Raise BadInput if DDP would wait."""
     unused = []
     for name, parameter in dry.model.named_parameters():
-        if parameter.requires_grad and bare_name(name) not in last.result.gradients:
+        if parameter.requires_grad and bare_name(name) not in last.gradients:
             unused.append(bare_name(name))
 
     # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
@@ -131,7 +131,7 @@ def check_gradients(dry: DryRun, last: Trained) -> list[str]:
 
 def check_outputs(contract: Contract, last: Trained) -> tuple[str, ...]:
     """Return the names of the metrics among the outputs of a loss."""
-    names = metric_names(last.result.outputs)
+    names = metric_names(last.outputs)
     for name in names:
         if f"train/{name}" in OWN_METRICS:
             raise contract.wrong(
