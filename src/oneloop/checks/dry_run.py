@@ -26,7 +26,7 @@ from oneloop.measure.flops import Operations
 from oneloop.task_protocol.user_code import theirs
 
 
-class Trained(NamedTuple):
+class TrialPass(NamedTuple):
     """Result of one forward and backward over some samples."""
 
     loss: float
@@ -94,7 +94,7 @@ class DryRun:
             contract.collate_draws = contract.collate_draws or draws
         return next(transferred(iter([batch]), self.run.device)), weight
 
-    def train(self, batch: Batch, *, backward: bool = True, closely: bool = False) -> Trained:
+    def train(self, batch: Batch, *, backward: bool = True, closely: bool = False) -> TrialPass:
         """Run forward and backward over a batch; restore buffers.
 
         Under FSDP2 it is collective: call it on every rank.
@@ -123,13 +123,18 @@ class DryRun:
             hashes = state_hashes(model) if closely else {}
         after = random_states(self.run.device)
         flops = operations.total if operations else 0.0
-        return Trained(
+        return TrialPass(
             *result, before != after, before[1] != after[1], self.units.calls, hashes, flops
         )
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""
         return self.run.any(flag) if self.run.sharded else flag
+
+
+def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Return the names of tensors that have other hashes, that are new, or that are gone."""
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
 @contextmanager

@@ -238,7 +238,8 @@ class _Unit:
 
     def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
-        for (name, _, _), now, before in zip(self._held, self._now(), self._before, strict=False):
+        for held, now, before in zip(self._held, self._now(), self._before, strict=False):
+            name = held[0]
             whole, trained, content = before
             if isinstance(now, DTensor):
                 continue  # freed

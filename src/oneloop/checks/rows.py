@@ -59,8 +59,8 @@ def check_rows(dry: DryRun) -> None:
 def _embedded(dry: DryRun) -> _Rows:
     """Embed the samples in both orders, and alone."""
     samples = range(dry.number)
-    several = [samples, samples[::-1], [0], [0] * dry.number]
-    batches = [dry.batch(numbers)[0] for numbers in [*several, *([at] for at in samples)]]
+    chosen = [samples, samples[::-1], [0], [0] * dry.number, *([at] for at in samples)]
+    batches = [dry.batch(numbers)[0] for numbers in chosen]
     before = random_states(dry.run.device)
     together, reverse, again, copies, *alone = (
         parts_of(dry.contract, dry.model, batch) for batch in batches

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checks.dry_run import DryRun, Trained
+from oneloop.checks.dry_run import DryRun, TrialPass
 from oneloop.checks.modes import without_draws
 from oneloop.checks.passes import Measure
 from oneloop.checks.tolerance import limits_of
@@ -32,7 +32,7 @@ class Distance(NamedTuple):
         return max(self.loss, self.gradient) > limit
 
 
-def distance(whole: Trained, parts: Sequence[Trained]) -> Distance:
+def distance(whole: TrialPass, parts: Sequence[TrialPass]) -> Distance:
     """Return how far loss and gradients of a batch are from the sums of its parts."""
     losses = [part.loss for part in parts]
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
@@ -59,7 +59,7 @@ def _relative(whole: float, parts: Sequence[float], size: float) -> float:
     return apart / size if 0.0 < size < math.inf else apart
 
 
-def check_sums(dry: DryRun, first: Trained) -> str:
+def check_sums(dry: DryRun, first: TrialPass) -> str:
     """Return the name of a parameter whose gradient is not the sum of those of the samples.
 
     Return an empty text if there is none. Collective under FSDP2: call on every rank.
@@ -91,7 +91,7 @@ class _Sums:
         self._dry = dry
         self._comparable = True  # whether the batch can be divided
 
-    def compare(self, whole: Trained, mode: str) -> str:
+    def compare(self, whole: TrialPass, mode: str) -> str:
         """Return a parameter whose gradients do not add up. Raise BadInput if the losses do not."""
         dry = self._dry
         limits = limits_of(dry.job, dry.run, dry.model)
@@ -117,7 +117,7 @@ class _Sums:
             raise dry.contract.wrong_sum(whole.loss, [one.loss for one in sums], mode)
         return found.name if found.gradient > gradient else ""
 
-    def _divided(self) -> tuple[list[range], list[Trained]]:
+    def _divided(self) -> tuple[list[range], list[TrialPass]]:
         """Return the parts of the batch, and their results: each sample, or else the halves."""
         number = self._dry.number
         single = [range(at, at + 1) for at in range(number)]
@@ -127,7 +127,7 @@ class _Sums:
             halves = [range(number // 2), range(number // 2, number)]
             return halves, [*map(self.of, halves)]
 
-    def of(self, places: range) -> Trained:
+    def of(self, places: range) -> TrialPass:
         """Run forward and backward over these samples, with the same seeds each time."""
         return self._dry.train(self._batch(places))
 
