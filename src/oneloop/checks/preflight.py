@@ -93,7 +93,7 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
 
 def _graph_of(dry: DryRun, batch: Batch, notes: list[str]) -> Any:
-    """Return a context for the forward of a batch, which draws the graph for TensorBoard, if asked."""
+    """Return a context for the forward of a batch; it draws the graph for TensorBoard, if asked."""
     if not (dry.run.main and "tensorboard" in dry.job.recipe.track):
         return nullcontext()
     graph = tool("graph")

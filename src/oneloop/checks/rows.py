@@ -17,7 +17,7 @@ from oneloop.basics.wide_sums import on_host
 from oneloop.checks.contract import Contract
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
-from oneloop.checks.tolerance import apart, limits_of, tolerance_of
+from oneloop.checks.tolerance import limits_of, tolerance_of
 from oneloop.data.step_batches import Batch
 from oneloop.evaluation import evaluating
 from oneloop.task_protocol.user_code import theirs
@@ -59,8 +59,9 @@ def check_rows(dry: DryRun) -> None:
 def _embedded(dry: DryRun) -> _Rows:
     """Embed the samples in both orders, and alone."""
     samples = range(dry.number)
-    chosen = [samples, samples[::-1], [0], [0] * dry.number, *([at] for at in samples)]
-    batches = [dry.batch(numbers)[0] for numbers in chosen]
+    several = [samples, samples[::-1], [0], [0] * dry.number]
+    single = [[at] for at in samples]
+    batches = [dry.batch(numbers)[0] for numbers in [*several, *single]]
     before = random_states(dry.run.device)
     together, reverse, again, copies, *alone = (
         parts_of(dry.contract, dry.model, batch) for batch in batches
@@ -180,9 +181,22 @@ def _rows(part: Tensor, number: int) -> list[Tensor]:
 
 
 def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest relative difference of pairs of tensors."""
-    pairs = [(on_host(a), on_host(b)) for a, b in zip(some, others, strict=True)]
-    return max(float(apart(a, b)) for a, b in pairs)
+    """Return the largest difference of two rows, relative to their largest finite value.
+
+    Two values that are not finite are equal; the difference is infinite if only one is finite.
+    """
+    a, b = (on_host(torch.stack([*rows])) for rows in (some, others))
+    if not a.numel():
+        return 0.0
+    difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs(), 0.0)
+    size = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0)
+    relative = _largest(difference.nan_to_num(torch.inf)) / _largest(size)
+    return float(relative.nan_to_num(0.0).max())
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest value of each row."""
+    return rows.reshape(len(rows), -1).amax(1)
 
 
 def _check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.tensors import gathered
-from oneloop.checks.tolerance import apart, tolerance_of
+from oneloop.checks.tolerance import tolerance_of
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.job.restore import restored_buffers
 from oneloop.launch.processes import Run
-from oneloop.task_protocol.whole_batch import Described, check_alike, columns_of, described
+from oneloop.task_protocol.whole_batch import Described, apart, check_alike, columns_of, described
 
 
 class TwoPasses:
