@@ -69,13 +69,13 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
             return result
 
         module.preflight = preflight
-    groups = module.Run.steps
+    groups = module.Steps.__iter__
 
     def steps(*given):
         marks.append(time.perf_counter())
         yield from groups(*given)
 
-    module.Run.steps = steps
+    module.Steps.__iter__ = steps
     module.Run.end = lambda run, code: None
     module.main(words)
     later = [after - before for before, after in pairwise(marks[2:])]

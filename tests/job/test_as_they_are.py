@@ -26,11 +26,11 @@ from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.job.check_evaluation",
+    "oneloop.checks.dry_run",
+    "oneloop.checks.evaluation_trial",
+    "oneloop.checks.preflight",
+    "oneloop.checks.samples",
     "oneloop.job.model",
-    "oneloop.job.preflight",
-    "oneloop.job.trial_passes",
-    "oneloop.job.trial_samples",
     "oneloop.machine.recompute",
     "oneloop.optim.optimizers",
     "oneloop.recipe.key_rules",
@@ -337,8 +337,8 @@ def test_the_loss_is_called_on_real_samples_only_and_not_often(tmp_path):
     world.ok()
     calls = [line.split()[1:] for line in world.output.splitlines() if line.startswith("CALL")]
     tried = calls[: next(at for at, call in enumerate(calls) if call == ["8", "True"])]
-    # the batch twice and with weights in float64, then each sample alone
-    trained = 3 * [["4", "True"]] + 4 * [["1", "True"]]
+    # the batch twice, then each sample alone
+    trained = 2 * [["4", "True"]] + 4 * [["1", "True"]]
     assert tried == [["1", "False"], ["2", "False"], ["4", "False"], *trained]
 
 
@@ -375,9 +375,10 @@ def without_restore(words: list[str]) -> None:
     """Train with a preflight check that restores nothing."""
     import contextlib
 
-    from oneloop.job import preflight, trial_passes
+    from oneloop.checks import dry_run
 
-    preflight.all_restored = trial_passes.restored = lambda *_: contextlib.nullcontext()
+    dry_run.restored = lambda *_, **named: contextlib.nullcontext()
+    dry_run.restored_buffers = contextlib.nullcontext
     here(words)
 
 

@@ -13,10 +13,9 @@ from healthy_models import HEALTHY
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.job.preflight",
+    "oneloop.checks.preflight",
+    "oneloop.checks.sums",
     "oneloop.job.preflight_result",
-    "oneloop.job.sample_sums",
-    "oneloop.job.trial_passes",
     "oneloop.checks.repeats",
     "oneloop.loop.start_lines",
 )

@@ -12,13 +12,14 @@ from slow_cases import with_slow
 from worlds import Ended, each_forked, here, run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.checks.contract",
+    "oneloop.checks.evaluation_trial",
+    "oneloop.checks.preflight",
+    "oneloop.checks.samples",
     "oneloop.job.adapt_model",
     "oneloop.job.build",
-    "oneloop.job.check_evaluation",
     "oneloop.job.model",
-    "oneloop.job.preflight",
     "oneloop.job.task",
-    "oneloop.job.trial_samples",
     "oneloop.job.unfit_models",
     "oneloop.loop.start_lines",
     "oneloop.optim.optimizers",

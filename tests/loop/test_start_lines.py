@@ -17,7 +17,7 @@ from oneloop.loop.start_lines import _promise, _slow_averages
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
-    "oneloop.job.preflight",
+    "oneloop.checks.preflight",
     "oneloop.loop.open_run",
     "oneloop.loop.start_lines",
     "oneloop.run.environment",

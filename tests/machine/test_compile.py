@@ -17,8 +17,8 @@ from small_models import Transformer, fresh, gradients
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.job.preflight",
-    "oneloop.job.trial_passes",
+    "oneloop.checks.dry_run",
+    "oneloop.checks.preflight",
     "oneloop.machine.compile",
     "oneloop.machine.recompute",
 )

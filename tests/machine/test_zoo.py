@@ -15,7 +15,7 @@ from zoo_outcomes import COMMON, PATIENCE, Runs, outcome, table
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.loaded_step",
-    "oneloop.job.preflight",
+    "oneloop.checks.preflight",
     "oneloop.loop.gradients",
     "oneloop.loop.step_checks",
     "oneloop.machine.fsdp2_units",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.checks.tolerance import near
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
 from oneloop.task_protocol.user_code import named, theirs
@@ -197,15 +198,6 @@ class Contract:
         left_out = known.left_out() if isinstance(known, Collection) else []
         return [*left_out, *not_logged(values)]
 
-    @staticmethod
-    def is_double(once: float, twice: float, tolerance: float) -> bool:
-        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance.
-
-        True if a value is not finite.
-        """
-        finite = math.isfinite(once) and math.isfinite(twice)
-        return not finite or abs(twice - 2 * once) <= tolerance * abs(2 * once)
-
     def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
         """Check that a batch with a sample twice has twice the value of the sample.
 
@@ -215,7 +207,7 @@ class Contract:
             twice: value for a batch with this sample twice.
             tolerance: relative tolerance for rounding.
         """
-        if self.is_double(once, twice, tolerance):
+        if near(2 * once, twice, tolerance):
             return
 
         # Name the likely reason: twice the same value is a mean.

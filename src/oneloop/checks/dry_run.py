@@ -14,7 +14,7 @@ from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.seeds import random_states, reseed
 from oneloop.basics.tensors import restored_buffers
 from oneloop.checks.contract import Contract
-from oneloop.checks.passes import Pass, Wrapped, run_pass
+from oneloop.checks.passes import Measure, Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored, state_hashes
 from oneloop.data.sample_reader import CannotSend, SampleReader
@@ -26,10 +26,12 @@ from oneloop.measure.flops import Operations
 from oneloop.task_protocol.user_code import theirs
 
 
-class Trained(NamedTuple):
-    """One forward and backward over some samples, and what it used."""
+class TrialPass(NamedTuple):
+    """Result of one forward and backward over some samples."""
 
-    result: Pass
+    loss: float
+    outputs: dict[str, Any]
+    gradients: dict[str, Measure]  # by parameter; those that the loss does not use are missing
     draws: bool  # whether random numbers were drawn
     others: bool  # whether Python's or numpy's generator was used
     units: list[str]  # FSDP2 units that ran
@@ -92,7 +94,7 @@ class DryRun:
             contract.collate_draws = contract.collate_draws or draws
         return next(transferred(iter([batch]), self.run.device)), weight
 
-    def train(self, batch: Batch, *, backward: bool = True, closely: bool = False) -> Trained:
+    def train(self, batch: Batch, *, backward: bool = True, closely: bool = False) -> TrialPass:
         """Run forward and backward over a batch; restore buffers.
 
         Under FSDP2 it is collective: call it on every rank.
@@ -106,33 +108,33 @@ class DryRun:
             Inexact: FSDP2 would drop what the forward changes, or a gradient is sparse.
         """
         model = self.model
-        before = random_states(self.run.device)
-        self.units.forget()
-        operations = Operations(modules=self.run.sharded)
+        operations = Operations(modules=self.run.sharded) if closely else None
         call = partial(
             run_pass,
             model,
             partial(self.contract.loss, model, batch),
             backward=backward,
-            between=partial(setattr, operations, "backward", True),
+            operations=operations,
         )
+        before = random_states(self.run.device)
+        self.units.forget()
         with restored_buffers(model):
-            with operations if closely else nullcontext():
-                result = theirs(self.job.task, "loss", call)
+            result: Pass = theirs(self.job.task, "loss", call)
             hashes = state_hashes(model) if closely else {}
         after = random_states(self.run.device)
-        return Trained(
-            result,
-            draws=before != after,
-            others=before[1] != after[1],
-            units=self.units.calls,
-            hashes=hashes,
-            flops=operations.total,
+        flops = operations.total if operations else 0.0
+        return TrialPass(
+            *result, before != after, before[1] != after[1], self.units.calls, hashes, flops
         )
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""
         return self.run.any(flag) if self.run.sharded else flag
+
+
+def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Return the names of tensors that have other hashes, that are new, or that are gone."""
+    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
 
 
 @contextmanager
@@ -149,7 +151,7 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
 
     # Load the first samples, where the run reads its data.
     workers = run.workers(job.recipe.machine.workers)
-    samples = TrialSamples.first(job, None if workers else run.device)
+    samples = TrialSamples(job, None if workers else run.device)
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules

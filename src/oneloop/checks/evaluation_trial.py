@@ -1,18 +1,16 @@
 """Check task and model in eval mode, on a few samples before a run."""
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.generation import TIES, generated
-from oneloop.basics.houses import missing, tool
 from oneloop.basics.seeds import has_drawn, random_states
 from oneloop.basics.tensors import reshard
-from oneloop.checks.dry_run import DryRun
+from oneloop.checks.dry_run import DryRun, differing
 from oneloop.checks.rows import parts_of
 from oneloop.checks.samples import EVALUATED
-from oneloop.checks.state import changes, state_hashes
+from oneloop.checks.state import state_hashes
 from oneloop.checks.tolerance import near, tolerance_of
 from oneloop.data.step_batches import Batch
 from oneloop.task_protocol.evaluation_metrics import adapted
@@ -22,11 +20,13 @@ from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import columns_of
 
 
-def check_doubling(dry: DryRun, drawing: Any) -> list[str]:
+def check_doubling(dry: DryRun, one: Batch, weight: float, drawing: Any) -> list[str]:
     """Check that weight and loss of a sample twice are twice its own, and that no state changes.
 
     Args:
         dry: the dry run, in eval mode.
+        one: the batch of a sample.
+        weight: of this batch.
         drawing: a context for the first forward.
 
     Returns:
@@ -34,7 +34,6 @@ def check_doubling(dry: DryRun, drawing: Any) -> list[str]:
     """
     contract = dry.contract
     model = dry.model
-    one, weight = dry.batch([0])
     two, twice = dry.batch([0, 0])
     if (contract.additive or contract.whole) and not contract.draws:
         contract.check_doubling("weight", weight, twice, 1e-6)
@@ -52,11 +51,11 @@ def check_doubling(dry: DryRun, drawing: Any) -> list[str]:
     # single samples finds small differences, and prints more digits.
     tolerance = max(1e-4, tolerance_of(dry.job, dry.run, model))
     state = ""
-    changed = changes(hashes, state_hashes(model))
-    if changed:
-        state = f"a forward in evaluation changes the {changed[0].rpartition(' has ')[0]}"
+    moved = differing(hashes, state_hashes(model))
+    if moved:
+        state = f"a forward in evaluation changes the {moved[0]}"
     exact = contract.additive and not contract.draws and not state
-    if exact and not contract.is_double(once, both, tolerance):
+    if exact and not near(2 * once, both, tolerance):
         again = float(contract.loss(model, one)[0])
         if near(once, again, tolerance):
             contract.check_doubling("loss", once, both, tolerance)
@@ -74,17 +73,6 @@ def check_doubling(dry: DryRun, drawing: Any) -> list[str]:
     if state:
         return [f"{state}, so another parallel layout trains or evaluates another model"]
     return []
-
-
-def graph_of(dry: DryRun, notes: list[str]) -> Any:
-    """Return a context for a forward, which draws the model graph for TensorBoard, if asked."""
-    if not (dry.run.main and "tensorboard" in dry.job.recipe.track):
-        return nullcontext()
-    graph = tool("graph")
-    if graph is None:
-        notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
-        return nullcontext()
-    return graph.Drawing(dry.root, dry.batch([0])[0])
 
 
 def check_metrics(dry: DryRun) -> list[str]:
@@ -105,7 +93,7 @@ def check_metrics(dry: DryRun) -> list[str]:
         # With a loss over the whole batch, metrics get nothing but columns and parts.
         if contract.whole:
             given = columns_of(dry.job.task, batch)
-            outputs = parts_of(contract, dry.model, batch, number)
+            outputs = parts_of(contract, dry.model, batch)
         notes += contract.check_metrics(given, outputs, dry.run.device)
         if dry.job.recipe.eval.generate:
             notes += _check_generated(dry, batch)

@@ -5,7 +5,7 @@ them; and whole gradients are measured before FSDP2 sums them over the ranks.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import as_real, local, reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.job.unfit_models import LARGE_TABLE
+from oneloop.measure.flops import Operations
 
 _AT_ONCE = 1 << 20  # elements
 
@@ -65,7 +66,7 @@ def run_pass(
     loss_of: Callable[[], tuple[Tensor, dict[str, Any]]],
     *,
     backward: bool = True,
-    between: Callable[[], object] = lambda: None,
+    operations: Operations | None = None,
 ) -> Pass:
     """Run forward and backward without a sum over the ranks. Host sync.
 
@@ -75,7 +76,7 @@ def run_pass(
         model: bare, in :class:`Wrapped`, or sharded by FSDP2.
         loss_of: runs the forward; returns loss and outputs.
         backward: whether to compute gradients.
-        between: called after the forward.
+        operations: counts those of forward and backward.
 
     Raises:
         Inexact: the forward changes or replaces a whole parameter of FSDP2, or a gradient is
@@ -94,19 +95,21 @@ def run_pass(
     reshard(model)
     try:
         with _whole_parameters(model, measure) as compare:
-            loss, outputs = loss_of()
-            compare()
-            between()
-            if backward:
-                for name, gradient in _gradients(loss, model).items():
-                    measure(name, gradient)
+            with operations or nullcontext():
+                loss, outputs = loss_of()
+                compare()
+                if operations is not None:
+                    operations.backward = True
+                gradients = _gradients(loss, model) if backward else {}
+            for name, gradient in gradients.items():
+                measure(name, gradient)
     finally:
         reshard(model)
         for parameter in model.parameters():
             parameter.grad = None
     rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
-    gradients = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
-    return Pass(float(loss.detach()), outputs, gradients)
+    measures = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
+    return Pass(float(loss.detach()), outputs, measures)
 
 
 def changed(name: str) -> str:
@@ -222,7 +225,7 @@ class _Unit:
     def _gathered(self, *given: object) -> None:
         """Record the whole parameters, and measure their gradients."""
         self._before = []
-        for name, whole in zip(self._names(), self._now(), strict=True):
+        for (name, *_), whole in zip(self._held, self._now(), strict=True):
             self._before.append((whole, whole.requires_grad, _content(whole)))
             if whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
                 self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(
@@ -235,7 +238,7 @@ class _Unit:
 
     def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
-        for name, now, before in zip(self._names(), self._now(), self._before, strict=False):
+        for (name, *_), now, before in zip(self._held, self._now(), self._before, strict=False):
             whole, trained, content = before
             if isinstance(now, DTensor):
                 continue  # freed
@@ -248,9 +251,6 @@ class _Unit:
                 )
             if (now.requires_grad, _content(now)) != (trained, content):
                 raise Inexact(changed(f"parameter {name}"))
-
-    def _names(self) -> list[str]:
-        return [name for name, _, _ in self._held]
 
     def _now(self) -> list[Any]:
         return [_parameters_of(module).get(key) for _, module, key in self._held]

@@ -4,12 +4,16 @@ It reports errors early, measures the FLOPs of a sample, and finds random draws 
 parameters. It leaves no trace.
 """
 
+from contextlib import nullcontext
+from typing import Any
+
 from torch import nn
 
+from oneloop.basics.houses import missing, tool
 from oneloop.checkpoint.optimizer_trial import try_shards
 from oneloop.checkpoint.weights import bare
-from oneloop.checks.dry_run import dry_run
-from oneloop.checks.evaluation_trial import check_doubling, check_metrics, graph_of
+from oneloop.checks.dry_run import DryRun, dry_run
+from oneloop.checks.evaluation_trial import check_doubling, check_metrics
 from oneloop.checks.rows import check_rows
 from oneloop.checks.samples import check_sets
 from oneloop.checks.sums import check_sums
@@ -20,6 +24,7 @@ from oneloop.checks.training_trial import (
     check_units,
     run_twice,
 )
+from oneloop.data.step_batches import Batch
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Others, Preflight
@@ -58,8 +63,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
         if contract.whole:
             check_rows(dry)
         with evaluating(dry.model):
-            drawing = graph_of(dry, notes)
-            notes += check_doubling(dry, drawing)
+            batch, weight = dry.batch([0])
+            drawing = _graph_of(dry, batch, notes)
+            notes += check_doubling(dry, batch, weight, drawing)
             notes += check_metrics(dry)
 
         # Training.
@@ -84,3 +90,14 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
         graph=getattr(drawing, "graph", None),
         notes=[*notes, *job.tried.notes],
     )
+
+
+def _graph_of(dry: DryRun, batch: Batch, notes: list[str]) -> Any:
+    """Return a context for the forward of a batch; it draws the graph for TensorBoard, if asked."""
+    if not (dry.run.main and "tensorboard" in dry.job.recipe.track):
+        return nullcontext()
+    graph = tool("graph")
+    if graph is None:
+        notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
+        return nullcontext()
+    return graph.Drawing(dry.root, batch)

@@ -17,7 +17,8 @@ from oneloop.basics.wide_sums import on_host
 from oneloop.checks.contract import Contract
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
-from oneloop.checks.tolerance import apart, limits_of, tolerance_of
+from oneloop.checks.tolerance import limits_of, tolerance_of
+from oneloop.data.step_batches import Batch
 from oneloop.evaluation import evaluating
 from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import Parts, columns_of
@@ -31,9 +32,9 @@ class _Rows(NamedTuple):
 
     together: Parts
     reverse: Parts  # in the reverse order
-    alone: Sequence[Parts]
     again: Parts  # of the first sample
-    copies: Parts  # of the first sample several times
+    copies: Parts  # of the first sample, as often as there are samples
+    alone: Sequence[Parts]  # of each sample
     columns: dict[str, Tensor]
     draws: bool  # whether random numbers were drawn
 
@@ -62,7 +63,7 @@ def _check_passes(dry: DryRun) -> None:
     for seed, gradients in ((0, False), (0, True), (1, False)):
         batch, _ = dry.batch(range(dry.number), seed=seed)
         with torch.set_grad_enabled(gradients):
-            results.append(parts_of(dry.contract, dry.model, batch, dry.number))
+            results.append(parts_of(dry.contract, dry.model, batch))
     first, second, other = results
     tolerance = tolerance_of(dry.job, dry.run, dry.model)
     for name, part in first.items():
@@ -81,36 +82,33 @@ def _check_passes(dry: DryRun) -> None:
 
 
 def _embedded(dry: DryRun) -> _Rows:
-    """Embed the samples in both orders, each alone, and the first one several times."""
+    """Embed the samples in both orders, and alone."""
     samples = range(dry.number)
+    several = [samples, samples[::-1], [0], [0] * dry.number]
     single = [[at] for at in samples]
-    batches = []
-    for numbers in (samples, samples[::-1], [0], [0] * dry.number, *single):
-        batches.append((dry.batch(numbers)[0], len(numbers)))
+    batches = [dry.batch(numbers)[0] for numbers in [*several, *single]]
     before = random_states(dry.run.device)
     together, reverse, again, copies, *alone = (
-        parts_of(dry.contract, dry.model, batch, number) for batch, number in batches
+        parts_of(dry.contract, dry.model, batch) for batch in batches
     )
     draws = has_drawn(before, dry.run.device) or dry.contract.draws
-    columns = columns_of(dry.job.task, batches[0][0])
-    return _Rows(together, reverse, alone, again, copies, columns, draws)
+    columns = columns_of(dry.job.task, batches[0])
+    return _Rows(together, reverse, again, copies, alone, columns, draws)
 
 
-def parts_of(
-    contract: Contract, model: Any, batch: Mapping[str, Any], samples: int
-) -> dict[str, Tensor]:
+def parts_of(contract: Contract, model: Any, batch: Batch) -> dict[str, Tensor]:
     """Return the checked result of ``embed``.
 
     Args:
         contract: checks of the task.
         model: the model.
-        batch: a batch of ``collate``.
-        samples: number of its samples.
+        batch: the batch, with the indices of its samples.
 
     Raises:
         BadInput: parts or columns are not rows per sample.
     """
     task = contract.task
+    samples = len(batch["index"])
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
     for name, version in versions.items():
@@ -155,40 +153,32 @@ def _compare(dry: DryRun, found: _Rows) -> None:
     Raises:
         BadInput: they depend on them.
     """
+    number = dry.number
     for name, part in found.together.items():
-        if part.ndim:
-            together = [*part]
-            reverse = [*found.reverse[name]]
-            copies = [*found.copies[name]]
-            alone = [one[name][0] for one in found.alone]
-            again = found.again[name][0]
-        else:
-            # A 0-dim part has no rows: each sample gets the whole.
-            number = len(found.alone)
-            together = [part] * number
-            reverse = [found.reverse[name]] * number
-            copies = [found.copies[name]] * number
-            alone = [one[name] for one in found.alone]
-            again = found.again[name]
+        together = _rows(part, number)
+        reverse = _rows(found.reverse[name], number)
+        copies = _rows(found.copies[name], number)
+        [again] = _rows(found.again[name], 1)
+        alone = [_rows(one[name], 1)[0] for one in found.alone]
         for row in alone:
-            if part.ndim and row.shape != part.shape[1:]:
+            if row.shape != together[0].shape:
                 raise dry.contract.wrong(
                     "embed",
                     f"returned {name!r} with rows of shape {tuple(part.shape[1:])} for "
-                    f"{len(part)} samples, and {tuple(row.shape)} for one",
+                    f"{number} samples, and {tuple(row.shape)} for one",
                     "let all rows have one shape",
                 )
 
         # The control: the first sample again, and in a batch of its copies.
         limits = limits_of(dry.job, dry.run, dry.model)
-        noise = max(_apart([alone[0]], [again]), _apart(copies, alone[:1] * len(copies)))
+        noise = max(_apart(alone[:1], [again]), _apart(copies, alone[:1] * number))
         most = tolerance_of(dry.job, dry.run, dry.model)
         limit = limits._replace(most=most).allow(noise)
         if max(_apart(together, alone), _apart(reverse, alone[::-1])) <= limit:
             continue
 
         # Find out why they differ.
-        if _apart([alone[0]], [again]) > limit:
+        if _apart(alone[:1], [again]) > limit:
             problem = "has other values for the same sample the next time"
             fix = "use torch's global generator"
         elif not part.ndim:
@@ -210,10 +200,28 @@ def _compare(dry: DryRun, found: _Rows) -> None:
         raise dry.contract.wrong("embed", f"returned {name!r}, which {problem}", fix)
 
 
+def _rows(part: Tensor, number: int) -> list[Tensor]:
+    """Return the row of each sample. A 0-dim part has none: each sample gets the whole."""
+    return [*part] if part.ndim else [part] * number
+
+
 def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest relative difference of pairs of tensors."""
-    pairs = [(on_host(a), on_host(b)) for a, b in zip(some, others, strict=True)]
-    return max(float(apart(a, b)) for a, b in pairs)
+    """Return the largest difference of two rows, relative to their largest finite value.
+
+    Two values that are not finite are equal; the difference is infinite if only one is finite.
+    """
+    a, b = (on_host(torch.stack([*rows])) for rows in (some, others))
+    if not a.numel():
+        return 0.0
+    difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs(), 0.0)
+    size = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0)
+    relative = _largest(difference.nan_to_num(torch.inf)) / _largest(size)
+    return float(relative.nan_to_num(0.0).max())
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest value of each row."""
+    return rows.reshape(len(rows), -1).amax(1)
 
 
 def _check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:

@@ -1,13 +1,13 @@
 """The first samples of a run: loaded twice, and collated, where the run reads its data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import has_drawn, random_states, reseed
@@ -15,11 +15,9 @@ from oneloop.checks.contract import Contract
 from oneloop.data.sample_checksums import checksum, fault
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
-from oneloop.data.step_batches import CollateWithWeight
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.machine.compile import CUDA_GRAPHS
-from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.user_code import theirs
 
 TRAINED = "train_set()"  # the task's methods that return data sets
@@ -34,47 +32,34 @@ BY_COLLATE = "stores the samples that collate changes in place"
 class TrialSamples:
     """Loads and collates the first samples, where the run reads its data.
 
+    They are those of the run, and of each evaluation set.
+
     Args:
-        task: collates, and weighs the batch.
-        collate: completes the batch.
-        seed: of the recipe.
-        sets: by the task's method that returns a data set: the set, and (epoch, index) of each
-            sample.
+        job: what the recipe describes.
         device: the device that trains; None in a data worker, which has only the host.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        collate: CollateWithWeight,
-        sets: Mapping[str, tuple[Any, list[Place]]],
-        *,
-        seed: int,
-        device: torch.device | None,
-    ) -> None:
-        self._task = task
-        self._collate = collate
-        self._seed = seed
-        self._sets = sets
+    def __init__(self, job: Job, device: torch.device | None) -> None:
+        self._task = job.task
+        self._collate = job.collate
+        self._seed = job.recipe.seed
         self._device = device
-        self._contracts = {member: Contract(task) for member in sets}
+
+        # Of each set (epoch, index) of some samples. Sums and rows are compared of at least two.
+        number = min(SAMPLED, max(job.layout.each, 2), len(job.train_set))
+        epochs, indices = job.order.at(np.arange(number))
+        places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+        self._sets: dict[str, tuple[Any, list[Place]]] = {TRAINED: (job.train_set, places)}
+        for name, dataset in job.eval_sets.items():
+            number = min(SAMPLED, job.layout.each, len(dataset))
+            places = [(0, index) for index in range(number)]
+            self._sets[f"{EVALUATED}[{name!r}]"] = dataset, places
+
+        self._contracts = {member: Contract(job.task) for member in self._sets}
         self._loads: dict[str, list[list[tuple[int, Any]]]] = {}  # copies of both loads
         self._wrong: dict[str, str] = {}
         self._stored: set[str] = set()  # both loads share memory
         self._changed = False  # whether collate changes samples in place
-
-    @classmethod
-    def first(cls, job: Job, device: torch.device | None) -> "TrialSamples":
-        """Return those of the first samples of the run, and of each evaluation set."""
-        # Sums and rows are compared of at least two.
-        number = min(SAMPLED, max(job.layout.each, 2), len(job.train_set))
-        epochs, indices = job.order.at(np.arange(number))
-        positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
-        sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
-        for name, dataset in job.eval_sets.items():
-            places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-            sets[f"{EVALUATED}[{name!r}]"] = dataset, places
-        return cls(job.task, job.collate, sets, seed=job.recipe.seed, device=device)
 
     @placeholder_outputs()
     def __call__(self, member: str, numbers: Sequence[int] = (), load: int = 0) -> Any:
@@ -119,7 +104,7 @@ class TrialSamples:
         again = theirs(self._task, member, lambda: keyed.good(places))
         self._loads[member] = [kept, _copied(again)]
         self._wrong[member] = fault(content, first, again)
-        if set(_addresses(first)) & set(_addresses(again)):
+        if _addresses(first) & _addresses(again):
             self._stored.add(member)
 
     def _fault(self, member: str) -> str:
@@ -134,23 +119,28 @@ class TrialSamples:
 
 def _copied(value: Any) -> Any:
     """Return a sample with copies of its tensors, arrays and plain containers."""
-    arrays = tree_map_only(np.ndarray, lambda array: array.copy(), value)
-    return tree_map_only(Tensor, _copied_tensor, arrays)
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray):
+            return leaf.copy()
+        return leaf.detach().clone() if _is_strided(leaf) else leaf
+
+    return tree_map(copy, value)
 
 
-def _copied_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone() if tensor.layout is torch.strided else tensor
-
-
-def _addresses(value: Any) -> list[int]:
-    """Return the addresses of tensors and arrays that have elements."""
-    found = []
+def _addresses(value: Any) -> set[int]:
+    """Return the addresses of tensors and arrays."""
+    found = set()
     for leaf in tree_leaves(value):
-        if isinstance(leaf, np.ndarray) and leaf.size:
-            found.append(int(leaf.__array_interface__["data"][0]))
-        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.numel():
-            found.append(leaf.data_ptr())
-    return found
+        if isinstance(leaf, np.ndarray):
+            found.add(leaf.ctypes.data)
+        elif _is_strided(leaf):
+            found.add(leaf.data_ptr())
+    return found - {0}  # of tensors without elements
+
+
+def _is_strided(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided
 
 
 def check_sets(job: Job, read: SampleReader) -> list[str]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checks.dry_run import DryRun, Trained
+from oneloop.checks.dry_run import DryRun, TrialPass
 from oneloop.checks.modes import without_draws
-from oneloop.checks.passes import Measure, Pass
+from oneloop.checks.passes import Measure
 from oneloop.checks.tolerance import limits_of
 from oneloop.data.step_batches import Batch
 
@@ -32,7 +32,7 @@ class Distance(NamedTuple):
         return max(self.loss, self.gradient) > limit
 
 
-def distance(whole: Pass, parts: Sequence[Pass]) -> Distance:
+def distance(whole: TrialPass, parts: Sequence[TrialPass]) -> Distance:
     """Return how far loss and gradients of a batch are from the sums of its parts."""
     losses = [part.loss for part in parts]
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
@@ -59,7 +59,7 @@ def _relative(whole: float, parts: Sequence[float], size: float) -> float:
     return apart / size if 0.0 < size < math.inf else apart
 
 
-def check_sums(dry: DryRun, first: Trained) -> str:
+def check_sums(dry: DryRun, first: TrialPass) -> str:
     """Return the name of a parameter whose gradient is not the sum of those of the samples.
 
     Return an empty text if there is none. Collective under FSDP2: call on every rank.
@@ -75,15 +75,13 @@ def check_sums(dry: DryRun, first: Trained) -> str:
         return ""
     sums = _Sums(dry)
     known = first if len(dry.micro_batch) == dry.number else None
-    compute = partial(sums.train, range(dry.number))
+    compute = partial(sums.of, range(dry.number))
     try:
         with without_draws(dry.model, dry.root, compute, known) as (whole, mode):
             # If random numbers are always drawn, a sample alone would get others.
-            return "" if whole is None else sums.compare(whole.result, mode)
-    except torch.OutOfMemoryError:
-        if known is None:  # more samples than a micro-batch has
-            return ""
-        raise
+            return "" if whole is None else sums.compare(whole, mode)
+    except torch.OutOfMemoryError:  # they may be more than a micro-batch has
+        return ""
 
 
 class _Sums:
@@ -93,7 +91,7 @@ class _Sums:
         self._dry = dry
         self._comparable = True  # whether the batch can be divided
 
-    def compare(self, whole: Pass, mode: str) -> str:
+    def compare(self, whole: TrialPass, mode: str) -> str:
         """Return a parameter whose gradients do not add up. Raise BadInput if the losses do not."""
         dry = self._dry
         limits = limits_of(dry.job, dry.run, dry.model)
@@ -119,7 +117,7 @@ class _Sums:
             raise dry.contract.wrong_sum(whole.loss, [one.loss for one in sums], mode)
         return found.name if found.gradient > gradient else ""
 
-    def _divided(self) -> tuple[list[range], list[Pass]]:
+    def _divided(self) -> tuple[list[range], list[TrialPass]]:
         """Return the parts of the batch, and their results: each sample, or else the halves."""
         number = self._dry.number
         single = [range(at, at + 1) for at in range(number)]
@@ -129,13 +127,9 @@ class _Sums:
             halves = [range(number // 2), range(number // 2, number)]
             return halves, [*map(self.of, halves)]
 
-    def train(self, places: range) -> Trained:
+    def of(self, places: range) -> TrialPass:
         """Run forward and backward over these samples, with the same seeds each time."""
         return self._dry.train(self._batch(places))
-
-    def of(self, places: range) -> Pass:
-        """Return their loss and gradients."""
-        return self.train(places).result
 
     def _batch(self, places: range) -> Batch:
         """Return the batch of these samples."""

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
@@ -55,27 +55,3 @@ def limits_of(job: Job, run: Run, model: nn.Module) -> Limits:
     if job.dtype is torch.float64:
         return _FLOAT64
     return _HALF if tolerance_of(job, run, model) > 1e-3 else _FLOAT32
-
-
-def apart(some: Tensor, others: Tensor) -> Tensor:
-    """Return the largest difference of two tensors, relative to their largest finite value, 0-dim.
-
-    Two values that are not finite are equal; the difference is infinite if only one of them is
-    finite.
-    """
-    if not some.numel():
-        return torch.zeros((), device=some.device)
-    if not some.is_floating_point():
-        some = some.float()
-    if not others.is_floating_point():
-        others = others.float()
-    alike = torch.where(some.isfinite() == others.isfinite(), 0.0, torch.inf)
-    both_finite = some.isfinite() & others.isfinite()
-    difference = torch.where(both_finite, (some - others).abs(), alike)
-    size = torch.maximum(_largest(some), _largest(others))
-    return (difference.max() / size).float().nan_to_num(0.0, torch.inf)
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest absolute value that is finite, 0-dim."""
-    return values.nan_to_num(0.0, 0.0, 0.0).abs().max()

@@ -3,7 +3,7 @@
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.checks.contract import Contract
-from oneloop.checks.dry_run import DryRun, Trained
+from oneloop.checks.dry_run import DryRun, TrialPass, differing
 from oneloop.checks.passes import changed
 from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import state_hashes
@@ -18,7 +18,7 @@ OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units
 
 
-def run_twice(dry: DryRun) -> tuple[Trained, Trained, list[str]]:
+def run_twice(dry: DryRun) -> tuple[TrialPass, TrialPass, list[str]]:
     """Run a micro-batch twice with the same seeds; also return what a forward changes, by name.
 
     Raises:
@@ -31,10 +31,7 @@ def run_twice(dry: DryRun) -> tuple[Trained, Trained, list[str]]:
     for load in (0, 1):
         batch, _ = dry.batch(dry.micro_batch, load=load)
         passes.append(dry.train(batch, closely=True))
-        after = passes[-1].hashes
-        for name in {**before, **after}:
-            if before.get(name) != after.get(name):
-                moved[name] = None
+        moved |= dict.fromkeys(differing(before, passes[-1].hashes))
 
     # Each process would change its own copy.
     for name, parameter in trained:
@@ -54,7 +51,7 @@ def run_twice(dry: DryRun) -> tuple[Trained, Trained, list[str]]:
     return passes[0], passes[1], [*moved]
 
 
-def check_units(dry: DryRun, first: Trained, last: Trained) -> None:
+def check_units(dry: DryRun, first: TrialPass, last: TrialPass) -> None:
     """Check that all batches run the same FSDP2 units. Raise BadInput if they do not."""
     error = other_units([first.units, last.units], by="a state of the model")
 
@@ -74,7 +71,7 @@ def _units(dry: DryRun, numbers: range, seed: int = 0) -> list[str]:
     return dry.train(dry.batch(numbers, seed=seed)[0], backward=False).units
 
 
-def check_losses(dry: DryRun, first: Trained, last: Trained) -> str:
+def check_losses(dry: DryRun, first: TrialPass, last: TrialPass) -> str:
     """Return why the same samples and seeds do not give the same loss; empty if they do.
 
     Args:
@@ -85,7 +82,7 @@ def check_losses(dry: DryRun, first: Trained, last: Trained) -> str:
     Raises:
         BadInput: the run must be the same each time.
     """
-    losses = first.result.loss, last.result.loss
+    losses = first.loss, last.loss
     stateful: str = dry.read(TRAINED)[1]
     if not stateful.endswith((IN_PLACE, BY_COLLATE)):
         cause = stateful or OWN_STATE
@@ -116,11 +113,11 @@ def check_losses(dry: DryRun, first: Trained, last: Trained) -> str:
     return stateful
 
 
-def check_gradients(dry: DryRun, last: Trained) -> list[str]:
+def check_gradients(dry: DryRun, last: TrialPass) -> list[str]:
     """Return the trained parameters that get no gradient. Raise BadInput if DDP would wait."""
     unused = []
     for name, parameter in dry.model.named_parameters():
-        if parameter.requires_grad and bare_name(name) not in last.result.gradients:
+        if parameter.requires_grad and bare_name(name) not in last.gradients:
             unused.append(bare_name(name))
 
     # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
@@ -137,9 +134,9 @@ def check_gradients(dry: DryRun, last: Trained) -> list[str]:
     return unused
 
 
-def check_outputs(contract: Contract, last: Trained) -> tuple[str, ...]:
+def check_outputs(contract: Contract, last: TrialPass) -> tuple[str, ...]:
     """Return the names of the metrics among the outputs of a loss."""
-    names = metric_names(last.result.outputs)
+    names = metric_names(last.outputs)
     for name in names:
         if f"train/{name}" in OWN_METRICS:
             raise contract.wrong(
