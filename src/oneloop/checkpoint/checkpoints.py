@@ -24,7 +24,6 @@ from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
-from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
@@ -99,7 +98,7 @@ class Checkpoints:
         self._gloo_group: Any = None
         if self.ranks > 1:
             self._gloo_group = host_group()
-        self._say = say
+        self.say = say
 
         # What saves.
         self._sync = sync
@@ -137,7 +136,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         extra: Mapping[str, Tensor] | None = None,
-        moved: MovedBuffers | None = None,
+        own: Mapping[str, Tensor] | None = None,
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
@@ -152,7 +151,7 @@ class Checkpoints:
             optimizer: of its parameters, or several by name; a parameter may have only one.
             state: other JSON-serializable state; rank 0's is written.
             extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
-            moved: finds buffers that each rank saves.
+            own: tensors of this rank, named ``rank.<its number>.…``.
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
             flush: files that its state refers to, so that they must be on disk first.
@@ -170,12 +169,9 @@ class Checkpoints:
 
         # Divide the tensors between the ranks.
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
-        own: dict[str, Tensor] = {}
         listed = described(tensors)
-        if moved is not None:
-            own = moved.tensors(self.gather, self._say)
-            for others in self.gather(described(own)):
-                listed |= others
+        for others in self.gather(described(own or {})):
+            listed |= others
         shared = buffers_of(model, extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=shared, only_here=own)
         header, size = header_of(mine)
@@ -261,7 +257,7 @@ class Checkpoints:
             leader=self._leader,
             forms=self._forms,
             gather=self.gather,
-            say=self._say,
+            say=self.say,
         )
         self._counts = counts
 
@@ -304,7 +300,7 @@ class Checkpoints:
             else:
                 wrong = ["it does not exist"]
         if wrong and self.rank == 0:
-            self._say(
+            self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
         return None if self.gather(wrong)[0] else path
@@ -333,7 +329,7 @@ class Checkpoints:
         """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
         found: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
-            found = newest_intact(self.store, self._forms, self._say)
+            found = newest_intact(self.store, self._forms, self.say)
         chosen, error = self.gather(found)[0]
         return Path(chosen) if chosen else None, error
 

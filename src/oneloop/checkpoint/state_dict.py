@@ -43,6 +43,7 @@ from oneloop.checkpoint.optimizer_values import (
     settings_of,
 )
 from oneloop.checkpoint.pieces import NAMES, Tensors
+from oneloop.checkpoint.rank_buffers import PREFIX, buffer_in
 
 __all__ = [
     "Settings",
@@ -240,8 +241,12 @@ def load_tensors(
     for several in held:
         saved.update(several)
 
-    # Find the tensor for each saved one.
+    # Find the tensor for each saved one. Buffers of this rank replace those of rank 0.
     own = model_tensors(model)
+    for name in extra or {}:
+        if name.startswith(PREFIX):
+            own.pop(f"model.{buffer_in(name)}", None)
+            saved.pop(f"model.{buffer_in(name)}", None)
     targets = {name: tensor for name, tensor in own.items() if name not in elsewhere}
     targets = _matching(folder, targets, saved, cast=cast)
     if weights != "raw":

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.checkpoints import Checkpoints, settings_of
-from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA
 from oneloop.job.build import Job
@@ -122,7 +121,6 @@ class State(RunState):
             parts=parts,
             own=["tracking"],
             check=same.check,
-            moved=MovedBuffers(model),
             tried=True,
         )
 
