@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
@@ -29,7 +30,7 @@ from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.saved_state import (
-    Forms,
+    STATE,
     decoded,
     encoded,
     newest_intact,
@@ -69,8 +70,6 @@ class Checkpoints:
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
             size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
             needs one. 0: no limit.
-        forms: of the components of the state, by name (:func:`check_form`); a checkpoint with
-            another form counts as damaged.
         say: reports bad checkpoints, on rank 0.
     """
 
@@ -85,11 +84,9 @@ class Checkpoints:
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
-        forms: Forms | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
-        self._forms = forms or {}
         self.rank = accelerator.process_index
         self.ranks = accelerator.num_processes
         self.device = accelerator.device
@@ -255,7 +252,6 @@ class Checkpoints:
             self.store,
             rank=self.rank,
             leader=self._leader,
-            forms=self._forms,
             gather=self.gather,
             say=self.say,
         )
@@ -296,7 +292,7 @@ class Checkpoints:
                 wrong = [str(error)]
         elif self.rank == 0:
             if path.is_dir():
-                wrong = problems(path) or base_problems(path) or state_problems(path, self._forms)
+                wrong = problems(path) or base_problems(path) or state_problems(path)
             else:
                 wrong = ["it does not exist"]
         if wrong and self.rank == 0:
@@ -329,7 +325,7 @@ class Checkpoints:
         """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
         found: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
-            found = newest_intact(self.store, self._forms, self.say)
+            found = newest_intact(self.store, self.say)
         chosen, error = self.gather(found)[0]
         return Path(chosen) if chosen else None, error
 
@@ -382,13 +378,15 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
             )
-        state: dict[str, Any] = decoded(read_state(folder, self._forms))
+        state: dict[str, Any] = decoded(read_state(folder))
         if check is not None:
             check(state)
         model = together(model)
-        reject_others(folder, model, optimizer, state.get("optimizer"))
+        with damaged(folder):
+            reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
         own = load_tensors(folder, model, optimizer, extra=extra)
-        if optimizer is not None:
-            load_values(state["optimizer"], model, optimizer, own)
+        with damaged(folder / STATE):
+            if optimizer is not None:
+                load_values(state["optimizer"], model, optimizer, own)
         return state

@@ -12,6 +12,7 @@ Several models and optimizers, such as those of a GAN, have names:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
 from oneloop.basics.tensors import Models, Optimizers, named, optimizers_of, together
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
@@ -32,6 +34,7 @@ from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer,
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.saved_state import STATE
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     load_tensors,
@@ -281,7 +284,8 @@ class RunState:
 
         # Load the tensors, and all other state.
         reject_others(path, self.model, self.optimizer)
-        buffers = self._buffers.targets(path)
+        with damaged(path):
+            buffers = self._buffers.targets(path)
         saved = checkpoints.load(
             path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check_state
         )
@@ -297,7 +301,10 @@ class RunState:
         # Restore the components; one that is new in this run, such as an EMA, restarts.
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
-                part.load_state_dict(saved[name])
+                # An error of the user's own code is shown as it is.
+                own = type(part).__module__.startswith(("oneloop.", "torch."))
+                with damaged(path / STATE) if own else nullcontext():
+                    part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()
         if checkpoints.complete:

@@ -21,7 +21,7 @@ from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.run.compatibility import InputCheck, inputs_of
-from oneloop.run.saved_forms import TASK, forms_with
+from oneloop.run.final_weights import TASK
 from oneloop.task_protocol.protocol import Progress
 
 
@@ -70,7 +70,6 @@ class State(RunState):
             sync=recipe.save.sync,
             max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,
-            forms=forms_with([ema.name for ema in emas]),
             say=run.display.say,
         )
         self._let_saves_overlap(run, model, seen, sync=recipe.save.sync)
