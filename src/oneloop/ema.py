@@ -306,8 +306,8 @@ class EMA:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the counters."""
-        self.seen = state["seen"]
-        self._due = state["due"]
+        self.seen = float(state["seen"])
+        self._due = float(state["due"])
         self._updates = int(state["updates"])
         self._calls = int(state["calls"])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.untrusted import (
     NotDeleted,
-    check_form,
+    damaged,
     delete,
     is_plain,
     parsed_yaml,
@@ -32,7 +31,7 @@ from oneloop.basics.untrusted import (
 )
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.lease import _newest, _who
-from oneloop.checkpoint.manifest import header
+from oneloop.checkpoint.manifest import header, tensor_problems
 from oneloop.checkpoint.mirror import complete, local_run
 from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
 from oneloop.checkpoint.retention import Keep
@@ -41,7 +40,6 @@ from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.cli import main
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
-from oneloop.run.saved_forms import FORMS
 from oneloop.tools.after_training.recorded_task import recorded_by
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import Follower, read_record
@@ -58,7 +56,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
-    "oneloop.run.saved_forms",
     "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
     "oneloop.tools.report.page",
@@ -89,9 +86,9 @@ def _steps(folder: Path) -> list[Path]:
 def _read_checkpoints(run: Path) -> None:
     """Read the checkpoints of a run as a start and all commands do, without loading tensors."""
     for path in _steps(run):
-        if not (problems(path) or state_problems(path, FORMS)):
+        if not (problems(path) or state_problems(path)):
             base_problems(path)
-            read_state(path, FORMS)
+            read_state(path)
     fresh(run, _steps(run))
     problems_of_files(run / "final")
     for asked in ("newest", "best"):
@@ -128,7 +125,6 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
         Store(run / "checkpoints"),
         rank=0,
         leader=0,
-        forms=FORMS,
         gather=lambda value: [value],
         say=lambda text: None,
     )
@@ -168,27 +164,21 @@ def test_only_what_is_directly_inside_is_deleted(tmp_path):
     assert not (disk / "checkpoints/step-1").exists() and (disk / "precious/file").exists()
 
 
-@pytest.mark.parametrize(
-    ("value", "form", "message"),
-    [
-        ({"a": 1}, {"a": range(2)}, ""),
-        ({"a": True}, {"a": range(2)}, "it['a'] is not as expected: True"),
-        ({"a": 2}, {"a": range(2)}, "it['a'] is not as expected: 2"),
-        ({}, {"a": int}, "it has no 'a'"),
-        ({}, {"a?": int}, ""),
-        ([1, "x"], [int], "it[1] is not as expected: 'x'"),
-        ([1, "x"], (int, str), ""),
-        ([1], (int, str), "it is not as expected: [1]"),
-        ({"x": {"y": "z"}}, {None: {"y": int}}, "it['x']['y'] is not as expected: 'z'"),
-        (None, int | None, ""),
-    ],
-)
-def test_forms(value, form, message):
-    if not message:
-        check_form(value, form)
-        return
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_form(value, form)
+ERRORS = {
+    "missing": lambda value: value["x"]["y"],
+    "another kind": lambda value: value["a"].items(),
+    "no number": lambda value: value["a"] + 1,
+    "too large": lambda value: float(value["b"]),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_of_code_that_uses_a_file_is_its_damage(kind):
+    message = "^state.json is damaged: its values are not as expected"
+    with pytest.raises(ValueError, match=message), damaged("state.json"):
+        ERRORS[kind]({"a": "text", "b": 10**400})
+    with pytest.raises(ValueError, match="^a message$"), damaged("state.json"):
+        raise ValueError("a message")
 
 
 def test_files_that_must_not_be_read_as_a_whole(tmp_path):
@@ -214,8 +204,12 @@ def test_a_header_of_many_dimensions_is_rejected_at_once(tmp_path):
     text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
     file = tmp_path / "a.safetensors"
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(ValueError, match="'a'\\['shape'\\] is not as expected"):
+    with pytest.raises(
+        ValueError, match="a.safetensors is damaged: its values are not as expected"
+    ):
         header(file)
+    wrong = tensor_problems(tmp_path, {}, {"a": ("F32", shape)})
+    assert len(wrong) == 1 and wrong[0].startswith("a cannot have the shape [9007199254740991,")
 
 
 def test_an_address_in_a_run_folder_is_not_followed(made, tmp_path):
@@ -314,8 +308,8 @@ LINES = {
     "deep": (b'{"step": 90, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", "nested too deeply"),
     "bytes": (b"\xff\xfe\x00 damaged\n", "Expecting value"),
     "cut": (b'{"step": 90, "train/lo\n', "Invalid control character"),
-    "no step": (b'{"x": 1}\n', "it has no 'step'"),
-    "step as text": (b'{"step": "90"}\n', "is not as expected"),
+    "no step": (b'{"x": 1}\n', "(KeyError: 'step')"),
+    "step as text": (b'{"step": "90"}\n', "its step is '90'"),
     "incomplete": (b'{"step": 90, "train/lo', ""),
 }
 
@@ -422,7 +416,7 @@ def test_a_file_in_place_of_a_checkpoint_is_set_aside(made, tmp_path):
     shutil.rmtree(newest)
     newest.write_text("not a folder")
     said = []
-    chosen, error = newest_intact(Store(newest.parent), FORMS, said.append)
+    chosen, error = newest_intact(Store(newest.parent), said.append)
     assert error is None and chosen == str(_steps(tmp_path / "run")[-1]) and len(said) == 1
     assert (newest.parent / f"bad-{newest.name}").is_file()
 

@@ -13,7 +13,7 @@ from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import together
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import header, read_manifest
-from oneloop.checkpoint.moved_buffers import MovedBuffers
+from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.state_dict import buffers_of, model_tensors
 from oneloop.ema import EMA
@@ -23,7 +23,7 @@ from worlds import run
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
     "oneloop.checkpoint.checkpoints",
-    "oneloop.checkpoint.moved_buffers",
+    "oneloop.checkpoint.rank_buffers",
     "oneloop.checkpoint.resume",
     "oneloop.checkpoint.state_dict",
 )
@@ -102,7 +102,6 @@ class Gan:
             optimizers,
             emas=self.emas,
             parts={"count": self.count, "smooth": self.emas[0], "discriminator": self.emas[1]},
-            moved=MovedBuffers(models),
         )
 
     def step(self) -> None:
@@ -412,7 +411,7 @@ def test_names_that_a_checkpoint_cannot_hold_are_rejected(name):
     with pytest.raises(ValueError, match="cannot be part of the names"):
         RunState(net, {name: optimizer}, parts={})
     with pytest.raises(ValueError, match="cannot be part of the names"):
-        MovedBuffers({name: net})
+        RankBuffers({name: net})
 
 
 def test_a_parameter_with_two_optimizers_is_rejected(tmp_path):

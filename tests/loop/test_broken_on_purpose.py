@@ -22,7 +22,6 @@ from zoo_outcomes import Runs
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
-    "oneloop.checkpoint.moved_buffers",
     "oneloop.checks.passes",
     "oneloop.checks.repeats",
     "oneloop.checks.state",
@@ -30,6 +29,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.checks.modes",
     "oneloop.checks.preflight",
     "oneloop.checks.sums",
+    "oneloop.checkpoint.rank_buffers",
     "oneloop.data.sample_reader",
     "oneloop.data.step_batches",
     "oneloop.job.unfit_models",
@@ -293,9 +293,9 @@ def recomputed_otherwise() -> None:
 
 def buffers_of_rank_0() -> None:
     """Save no buffers of each rank."""
-    from oneloop.checkpoint.moved_buffers import MovedBuffers
+    from oneloop.checkpoint.rank_buffers import RankBuffers
 
-    MovedBuffers.tensors = lambda *given: {}
+    RankBuffers.tensors = lambda *given: {}
 
 
 WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {

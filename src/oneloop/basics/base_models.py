@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from oneloop.basics.untrusted import damaged
+
 HUB = "hf:"  # prefix of a repository: ``hf:ID[@REVISION]``
 
 
@@ -102,6 +104,7 @@ class BaseModel:
         """The base model as JSON data, for manifests."""
         return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
+    @damaged("the description of the base model")
     def difference(self, there: Mapping[str, Any]) -> str:
         """Return how this base model differs from a recorded one; empty if it does not."""
         if any(there.get(key) != value for key, value in self.content.items()):

@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from math import inf
 from pathlib import Path
-from types import UnionType
 from typing import IO, Any
+
+from safetensors import SafetensorError
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
@@ -20,15 +22,17 @@ MOST_BYTES = 1 << 25  # of a file that is parsed as a whole
 _MOST_YAML = 1 << 20  # bytes
 _LONG_NUMBER = re.compile(r"\d(:\d+){20}")
 _MOST_DEPTH = 250  # of containers in a JSON file
-_MOST_NODES = 1 << 17  # values in a YAML file, aliases written out
+_MOST_VALUES = 1 << 17  # at one depth of a YAML file, aliases written out
 _NAME_BYTES = 255  # of file systems
-
-STEP = range(1 << 53)  # numbers of steps and samples
-COUNT = range(1, 1 << 31)  # numbers of processes
-HEX32 = re.compile(r"[0-9a-f]{32}")  # an xxh3-128
-HEX16 = re.compile(r"[0-9a-f]{16}")  # an xxh3-64
-
-Form = Any  # what :func:`check_form` accepts
+_UNEXPECTED = (
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    SafetensorError,
+)
+"""errors of code that finds other values in a file than it expects"""
 
 
 def is_number(value: object) -> bool:
@@ -38,22 +42,22 @@ def is_number(value: object) -> bool:
     return isinstance(value, float) or abs(value) < 1 << 63
 
 
-def is_number_or_none(value: object) -> bool:
-    """Return whether a value is None or a number."""
-    return value is None or is_number(value)
+@contextmanager
+def damaged(what: object) -> Iterator[None]:
+    """Raise ValueError if a file has other values than the code expects that uses them.
 
+    So this code need not check each value.
 
-def is_amount(value: object) -> bool:
-    """Return whether a value is a finite number, at least 0."""
-    return is_number(value) and 0 <= value < 1 << 63  # type: ignore[operator]
-
-
-def is_word(value: object) -> bool:
-    """Return whether a value can be printed in a message: a number, or a printable text."""
-    return is_number(value) or (isinstance(value, str) and value.isprintable())
-
-
-OWNER = {"pid": is_word, "host": is_word, "since": is_word}  # of a run folder or a mirror
+    Args:
+        what: the file, or what it describes, for the message.
+    """
+    try:
+        yield
+    except _UNEXPECTED as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"{what} is damaged: its values are not as expected ({kind}: {one_line(error)})"
+        ) from error
 
 
 def is_plain(name: object, parts: int = 1) -> bool:
@@ -105,23 +109,33 @@ def read_bytes(file: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def parsed_json(content: bytes | str, form: Form = dict) -> Any:
+def parsed_json(content: bytes | str, kind: type = dict) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or does not have this form (:func:`check_form`).
+        ValueError: it is not JSON, nested too deeply, or of another kind.
     """
     try:
         value = json.loads(content)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    _reject_deep(value)
-    check_form(value, form)
+    _reject_large(value)
+    return _of_kind(value, kind)
+
+
+def _of_kind(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise ValueError(f"expected a {kind.__name__}, found {value!r:.60}")
     return value
 
 
-def _reject_deep(value: Any) -> None:
-    """Raise ValueError if a value is nested so deeply that its readers could fail."""
+def _reject_large(value: Any, most: float = inf) -> None:
+    """Raise ValueError if a value is nested so deeply that its readers could fail.
+
+    Args:
+        value: of JSON or YAML.
+        most: values at one depth.
+    """
     level = [value]
     for _ in range(_MOST_DEPTH):
         inside: list[Any] = []
@@ -130,20 +144,22 @@ def _reject_deep(value: Any) -> None:
                 inside += item.values()
             elif isinstance(item, list):
                 inside += item
+            if len(inside) > most:
+                raise ValueError("it has too many values, with its aliases written out")
         if not inside:
             return
         level = inside
     raise ValueError("it is nested too deeply")
 
 
-def read_json(file: Path, form: Form = dict, *, most: int = MOST_BYTES) -> Any:
-    """Return the value in a JSON file of at most ``most`` bytes, after checking its form.
+def read_json(file: Path, kind: type = dict, *, most: int = MOST_BYTES) -> Any:
+    """Return the value in a JSON file of at most ``most`` bytes.
 
     Raises:
-        ValueError: it is not JSON, too long, or does not have this form (:func:`check_form`).
+        ValueError: it is not JSON, too long, nested too deeply, or of another kind.
         OSError: it cannot be read.
     """
-    return parsed_json(read_bytes(file, most), form)
+    return parsed_json(read_bytes(file, most), kind)
 
 
 def parsed_yaml(text: str) -> Any:
@@ -159,14 +175,11 @@ def parsed_yaml(text: str) -> Any:
     try:
         # libyaml is ten times as fast, and also stops at deep nesting.
         value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        nodes = _nodes(value, {})
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:  # of wrong tags
         raise ValueError(one_line(error)) from error
-    if nodes > _MOST_NODES:
-        raise ValueError("it has too many values, with its aliases written out")
-    _reject_deep(value)
+    _reject_large(value, _MOST_VALUES)
     return value
 
 
@@ -177,104 +190,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
         ValueError: it is not YAML, not a dictionary, or too large.
         OSError: it cannot be read.
     """
-    value = parsed_yaml(read_bytes(file, _MOST_YAML).decode())
-    check_form(value, dict)
-    return dict(value)
-
-
-def _nodes(value: Any, known: dict[int, int]) -> int:
-    """Return the number of values inside a value; ``known`` are those of containers, by id."""
-    if isinstance(value, Mapping):
-        inside = [*value.values()]
-    elif isinstance(value, list):
-        inside = value
-    else:
-        return 1
-    if id(value) not in known:
-        known[id(value)] = _MOST_NODES + 1  # while it is counted: it may contain itself
-        known[id(value)] = 1 + sum(_nodes(item, known) for item in inside)
-    return known[id(value)]
-
-
-def check_form(value: Any, form: Form, where: str = "it") -> None:
-    """Raise ValueError unless a parsed value has this form.
-
-    Args:
-        value: of JSON or YAML.
-        form: what is expected:
-
-            - a type, or a union of types;
-            - a range: a whole number in it;
-            - a pattern: a text that it matches completely;
-            - a function: a value for which it returns True;
-            - ``[form]``: a list; ``(form, form)``: a list of this length;
-            - ``{"name": form, "other?": form}``: a dictionary with these entries, of which those
-              with a ``?`` may be missing; there may be more;
-            - ``{None: form}``: a dictionary with any texts as keys.
-        where: the place of the value, for messages.
-    """
-    if isinstance(form, range):
-        right = type(value) is int and value in form
-    elif isinstance(form, re.Pattern):
-        right = isinstance(value, str) and form.fullmatch(value) is not None
-    elif isinstance(form, tuple):
-        right = isinstance(value, list) and len(value) == len(form)
-    elif isinstance(form, list):
-        right = isinstance(value, list)
-    elif isinstance(form, Mapping):
-        right = isinstance(value, dict)
-    elif isinstance(form, type | UnionType):
-        right = isinstance(value, form)
-    else:
-        right = form(value)
-    if not right:
-        raise ValueError(f"{where} is not as expected: {value!r:.60}")
-
-    # Check what is inside.
-    if isinstance(form, tuple):
-        for number, item in enumerate(value):
-            check_form(item, form[number], f"{where}[{number}]")
-    elif isinstance(form, list):
-        for number, item in enumerate(value):
-            check_form(item, form[0], f"{where}[{number}]")
-    elif isinstance(form, Mapping) and None in form:
-        for key, item in value.items():
-            check_form(item, form[None], f"{where}[{key!r:.60}]")
-    elif isinstance(form, Mapping):
-        for key, inside in form.items():
-            name = key.removesuffix("?")
-            if name in value:
-                check_form(value[name], inside, f"{where}[{name!r}]")
-            elif name == key:
-                raise ValueError(f"{where} has no {name!r}")
-
-
-@contextmanager
-def as_expected(what: str) -> Iterator[None]:
-    """Raise ValueError if code that uses parsed values finds values of another kind.
-
-    For values that only one function knows well enough to check them.
-
-    Args:
-        what: the values, for the message.
-    """
-    try:
-        yield
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        kind = type(error).__name__
-        raise ValueError(f"{what} has values that are not as expected ({kind}: {error})") from error
-
-
-def check_kind(value: Any, known: Any, where: str) -> None:
-    """Raise ValueError if a parsed value is of another kind than a known one of its place.
-
-    Kinds are numbers, texts, lists and dictionaries. None fits any kind.
-    """
-    for kind in (bool, int | float, str, list | tuple, Mapping):
-        if isinstance(known, kind):
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{where} is not as expected: {value!r:.60}")
-            return
+    return dict(_of_kind(parsed_yaml(read_bytes(file, _MOST_YAML).decode()), dict))
 
 
 class NotDeleted(Unavailable):

@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
-from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.saved_state import (
-    Forms,
+    STATE,
     decoded,
     encoded,
     newest_intact,
@@ -70,8 +70,6 @@ class Checkpoints:
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
             size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
             needs one. 0: no limit.
-        forms: of the components of the state, by name (:func:`check_form`); a checkpoint with
-            another form counts as damaged.
         say: reports bad checkpoints, on rank 0.
     """
 
@@ -86,11 +84,9 @@ class Checkpoints:
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
-        forms: Forms | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
-        self._forms = forms or {}
         self.rank = accelerator.process_index
         self.ranks = accelerator.num_processes
         self.device = accelerator.device
@@ -99,7 +95,7 @@ class Checkpoints:
         self._gloo_group: Any = None
         if self.ranks > 1:
             self._gloo_group = host_group()
-        self._say = say
+        self.say = say
 
         # What saves.
         self._sync = sync
@@ -137,7 +133,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         extra: Mapping[str, Tensor] | None = None,
-        moved: MovedBuffers | None = None,
+        own: Mapping[str, Tensor] | None = None,
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
@@ -152,7 +148,7 @@ class Checkpoints:
             optimizer: of its parameters, or several by name; a parameter may have only one.
             state: other JSON-serializable state; rank 0's is written.
             extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
-            moved: finds buffers that each rank saves.
+            own: tensors of this rank, named ``rank.<its number>.…``.
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
             flush: files that its state refers to, so that they must be on disk first.
@@ -170,12 +166,9 @@ class Checkpoints:
 
         # Divide the tensors between the ranks.
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
-        own: dict[str, Tensor] = {}
         listed = described(tensors)
-        if moved is not None:
-            own = moved.tensors(self.gather, self._say)
-            for others in self.gather(described(own)):
-                listed |= others
+        for others in self.gather(described(own or {})):
+            listed |= others
         shared = buffers_of(model, extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=shared, only_here=own)
         header, size = header_of(mine)
@@ -259,9 +252,8 @@ class Checkpoints:
             self.store,
             rank=self.rank,
             leader=self._leader,
-            forms=self._forms,
             gather=self.gather,
-            say=self._say,
+            say=self.say,
         )
         self._counts = counts
 
@@ -300,11 +292,11 @@ class Checkpoints:
                 wrong = [str(error)]
         elif self.rank == 0:
             if path.is_dir():
-                wrong = problems(path) or base_problems(path) or state_problems(path, self._forms)
+                wrong = problems(path) or base_problems(path) or state_problems(path)
             else:
                 wrong = ["it does not exist"]
         if wrong and self.rank == 0:
-            self._say(
+            self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
         return None if self.gather(wrong)[0] else path
@@ -333,7 +325,7 @@ class Checkpoints:
         """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
         found: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
-            found = newest_intact(self.store, self._forms, self._say)
+            found = newest_intact(self.store, self.say)
         chosen, error = self.gather(found)[0]
         return Path(chosen) if chosen else None, error
 
@@ -386,13 +378,15 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
             )
-        state: dict[str, Any] = decoded(read_state(folder, self._forms))
+        state: dict[str, Any] = decoded(read_state(folder))
         if check is not None:
             check(state)
         model = together(model)
-        reject_others(folder, model, optimizer, state.get("optimizer"))
+        with damaged(folder):
+            reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
         own = load_tensors(folder, model, optimizer, extra=extra)
-        if optimizer is not None:
-            load_values(state["optimizer"], model, optimizer, own)
+        with damaged(folder / STATE):
+            if optimizer is not None:
+                load_values(state["optimizer"], model, optimizer, own)
         return state

@@ -15,7 +15,7 @@ from oneloop.checkpoint.mirror import (
     folder_of,
     steps_in,
 )
-from oneloop.checkpoint.saved_state import Forms, state_problems
+from oneloop.checkpoint.saved_state import state_problems
 from oneloop.checkpoint.store import Store, name_of, step_in, step_of
 
 
@@ -27,7 +27,6 @@ class Fetcher:
         store: the checkpoints folder of the run.
         rank: of this process.
         leader: the first rank of this host.
-        forms: of the components of a checkpoint's state (:func:`check_form`).
         gather: returns a value of all ranks, as a list.
         say: reports damaged checkpoints.
     """
@@ -39,7 +38,6 @@ class Fetcher:
         *,
         rank: int,
         leader: int,
-        forms: Forms,
         gather: Callable[..., Any],
         say: Callable[..., None],
     ) -> None:
@@ -47,7 +45,6 @@ class Fetcher:
         self._store = store
         self._rank = rank
         self._leader = leader
-        self._forms = forms
         self._gather = gather
         self._say = say
         self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
@@ -129,7 +126,7 @@ class Fetcher:
             if self._rank == self._leader:
                 self._store.sweep(f".{self._leader}.fetched")
                 copies[0].begin()
-                wrong = state_problems(path, self._forms)
+                wrong = state_problems(path)
                 if wrong:
                     raise Damaged(wrong[0])
                 fetch_base(self._bucket, copies[0].manifest, self._store.root.parent)

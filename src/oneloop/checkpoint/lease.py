@@ -19,8 +19,9 @@ from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import printable
 from oneloop.basics.heartbeats import BEATS
-from oneloop.basics.untrusted import is_word, parsed_json
+from oneloop.basics.untrusted import parsed_json
 
 # variable with the seconds after which an owner that does not renew its lease is replaced
 SECONDS = "ONELOOP_LEASE"
@@ -163,16 +164,6 @@ def _is_seconds(value: object) -> bool:
     return isinstance(value, int | float) and _LEAST <= value <= _MOST
 
 
-_FORM = {
-    "seconds?": _is_seconds,
-    "released?": bool,
-    "token?": str,
-    "pid?": is_word,
-    "host?": is_word,
-    "since?": is_word,
-}
-
-
 def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
     """Return the number and the description of the newest owner.
 
@@ -188,12 +179,13 @@ def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
     content = b""
     with suppress(FileNotFoundError):
         content = bucket.get(_name(newest))
-    try:
-        return newest, parsed_json(content, _FORM)
-    except ValueError:
-        return newest, {"content": xxh3_64_hexdigest(content)}
+    with suppress(ValueError):
+        owner: dict[str, Any] = parsed_json(content)
+        if _is_seconds(owner.get("seconds", _USUAL)):
+            return newest, owner
+    return newest, {"content": xxh3_64_hexdigest(content)}
 
 
 def _who(owner: Mapping[str, Any]) -> str:
     known = {"pid": "?", "host": "?", "since": "?", **owner}
-    return f"process {known['pid']} on {known['host']}, since {known['since']}"
+    return printable(f"process {known['pid']} on {known['host']}, since {known['since']}")

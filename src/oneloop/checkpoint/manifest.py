@@ -11,73 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from xxhash import xxh3_128_hexdigest
 
-from oneloop.basics.untrusted import (
-    COUNT,
-    HEX16,
-    HEX32,
-    STEP,
-    check_form,
-    is_plain,
-    parsed_json,
-    read_bytes,
-)
+from oneloop.basics.untrusted import damaged, is_plain, parsed_json, read_bytes
 
 Entries = Mapping[str, Any]
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2  # version of the manifest
 
-# What a manifest must look like, as check_form reads it.
-_SIZE = range(1 << 60)
 _MOST_DIMENSIONS = 64  # of a tensor, as in torch
-_STORED = {"size": _SIZE, "xxh3": HEX32, "blocks?": [HEX16]}
-_FROZEN = {  # in a checkpoint: the folder with the frozen parameters
-    "folder": re.compile(r"base(-\d+)?"),
-    "file?": re.compile(r"origin\.json"),
-    "size": _SIZE,
-    "xxh3": HEX32,
-}
-_BASE_MODEL = {"place": str, "settings?": dict, "files?": dict}  # next to trained weights
-_ABOUT = {"ranks?": COUNT, "step?": STEP, "end?": STEP, "named?": [str]}
-
-
-def _is_shape(value: object) -> bool:
-    """Return whether a value can be the shape of a tensor."""
-    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
-        return False
-    return all(type(size) is int and size in STEP for size in value)
-
-
-_FOLDER = {  # of final weights or frozen parameters
-    "attempt?": re.compile(r"\d{1,9}-[0-9a-z]{1,32}"),
-    "files": {None: _STORED},
-    "about": {**_ABOUT, "base?": _BASE_MODEL},
-}
-_CHECKPOINT = {
-    **_FOLDER,
-    "step": STEP,
-    "about": {**_ABOUT, "base?": _FROZEN},
-    "tensors": {None: (str, _is_shape)},  # dtype and shape
-}
-
-# What the header of a safetensors file must look like.
+_BASE = re.compile(r"base(-\d+)?")  # folders of frozen parameters, in the run folder
 _MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-_TENSOR = {"dtype": str, "shape": _is_shape, "data_offsets": (_SIZE, _SIZE)}
-_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
-"""bytes of an element, for the dtypes that a checkpoint supports"""
 
 
 def manifest_of(
@@ -134,11 +80,14 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
             f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads format {FORMAT}"
         )
 
-    # Check names, types and bounds.
-    check_form(manifest, _CHECKPOINT if "step" in manifest else _FOLDER, MANIFEST)
-    for name in manifest["files"]:
-        if not is_plain(name, 2) or name == MANIFEST:
-            raise ValueError(f"{MANIFEST} lists the file {name!r}, which is not a plain name")
+    # Check what leads to other files. All else is checked where it is used.
+    with damaged(MANIFEST):
+        for name in dict(manifest["files"]):
+            if not is_plain(name, 2) or name == MANIFEST:
+                raise ValueError(f"{MANIFEST} lists the file {name!r}, which is not a plain name")
+        base = base_in(manifest)
+        if base and not (_BASE.fullmatch(base["folder"]) and is_plain(base["xxh3"])):
+            raise ValueError(f"{MANIFEST} names the base {base!r:.80}, which is not a plain name")
     return dict(manifest)
 
 
@@ -147,7 +96,8 @@ def base_in(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
     The manifest of trained weights has another entry of this name: their base model.
     """
-    return manifest["about"].get("base") if "step" in manifest else None
+    base: dict[str, Any] | None = manifest["about"].get("base")
+    return base if "step" in manifest else None
 
 
 def header(file: Path) -> dict[str, Any]:
@@ -157,33 +107,10 @@ def header(file: Path) -> dict[str, Any]:
         ValueError: there is none, or it does not describe the data of the file.
         OSError: the file cannot be read.
     """
-    data = file.stat().st_size - 8
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        check_header_length(length, data)
-        content: dict[str, Any] = parsed_json(stream.read(length))
-    data -= length
-
-    # Tensors follow each other without gaps, from the first to the last byte.
-    spans = []
-    for name, entry in content.items():
-        if name == "__metadata__":
-            check_form(entry, {None: str}, name)
-            continue
-        check_form(entry, _TENSOR, f"{name!r}")
-        start, end = entry["data_offsets"]
-        size = math.prod(entry["shape"]) * _BYTES.get(entry["dtype"], 0)
-        if entry["dtype"] in _BYTES and size != end - start:
-            raise ValueError(f"{name!r} has {end - start} bytes in its header, expected {size}")
-        spans.append((start, end))
-    last = 0
-    for start, end in sorted(spans):
-        if start != last:
-            raise ValueError(f"byte {last} of its data belongs to no tensor, or to several")
-        last = end
-    if last != data:
-        raise ValueError(f"its header describes {last} bytes, and {data} follow it")
-    return content
+    # The library compares shapes, dtypes and offsets with the size of the file.
+    with damaged(file.name), safe_open(file, "np"), file.open("rb") as stream:
+        content: dict[str, Any] = parsed_json(stream.read(int.from_bytes(stream.read(8), "little")))
+        return content
 
 
 def check_header_length(length: int, data: int) -> None:
@@ -215,32 +142,40 @@ def tensor_problems(
         files: the manifest's entries of its files.
         tensors: dtype and global shape of each tensor, by name.
     """
+    try:
+        with damaged("the list of its tensors"):
+            return _tensor_problems(folder, files, tensors)
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+def _tensor_problems(
+    folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> list[str]:
     # Read the headers.
     wrong = []
     shards = defaultdict[str, list[Any]](list)  # offset and shape, by tensor
     for name in files:
         if not name.endswith(".safetensors"):
             continue
-        try:
-            entries = header(folder / name)
-            about = parsed_json(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-            check_form(about, {None: {"saved_offsets": [STEP]}})
-            for tensor, entry in entries.items():
-                shape = tuple(entry["shape"])
-                offset = tuple(about[tensor]["saved_offsets"])
-                if tensor in tensors and entry["dtype"] != tensors[tensor][0]:
-                    wrong.append(
-                        f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in "
-                        "the manifest"
-                    )
-                shards[tensor].append((offset, shape))
-        except (OSError, ValueError, KeyError) as error:
-            wrong.append(f"{name}: its header cannot be read ({type(error).__name__}: {error})")
+        entries = header(folder / name)
+        about = parsed_json(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        for tensor, entry in entries.items():
+            shape = tuple(entry["shape"])
+            offset = tuple(about[tensor]["saved_offsets"])
+            if tensor in tensors and entry["dtype"] != tensors[tensor][0]:
+                wrong.append(
+                    f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in "
+                    "the manifest"
+                )
+            shards[tensor].append((offset, shape))
     if wrong:
         return wrong
 
     # The shards of a tensor are inside it, start at different offsets, and have all its elements.
     for tensor, (_, shape) in tensors.items():
+        if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int for size in shape):
+            raise ValueError(f"{tensor} cannot have the shape {shape!r:.60}")
         held = shards.pop(tensor, [])
         inside = all(_inside(offset, shard, shape) for offset, shard in held)
         count = sum(math.prod(shard) for _, shard in held)

@@ -35,7 +35,7 @@ from oneloop.basics.bucket import (
 )
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import cache_folder, writing
-from oneloop.basics.untrusted import delete, read_bytes
+from oneloop.basics.untrusted import damaged, delete, read_bytes
 from oneloop.checkpoint.manifest import (
     MANIFEST,
     base_in,
@@ -122,7 +122,8 @@ class MirrorManifest:
         found = {}
         for name, entry in self.content["files"].items():
             # The manifest of a folder on the disk lists no blocks.
-            found[name] = StoredObject(entry["size"], entry["xxh3"], entry.get("blocks", ()))
+            blocks = [*entry.get("blocks", ())]
+            found[name] = StoredObject(int(entry["size"]), entry["xxh3"], blocks)
         return found
 
 
@@ -150,9 +151,10 @@ def manifest_at(bucket: Bucket, folder: str) -> MirrorManifest:
         OSError: if the mirror cannot be read.
     """
     try:
-        manifest = MirrorManifest(parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")))
-        sizes = bucket.sizes(folder)
-        expected = {f"{manifest.attempt}-{name}": file for name, file in manifest.files.items()}
+        with damaged(MANIFEST):
+            manifest = MirrorManifest(parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")))
+            sizes = bucket.sizes(folder)
+            expected = {f"{manifest.attempt}-{name}": file for name, file in manifest.files.items()}
     except (FileNotFoundError, ValueError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
     if manifest.step != step_in(folder.rpartition("/")[2]):

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.untrusted import read_json
+from oneloop.basics.untrusted import damaged, read_json
 from oneloop.checkpoint.manifest import MANIFEST, base_in, header, read_manifest
 from oneloop.checkpoint.mirror import complete, local_checkpoint
 from oneloop.checkpoint.store import Store, changed, problems, problems_of_files, step_of
 
 FILE = "frozen.safetensors"
 NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and their names
-_ORIGIN = {"names": [str], "place": str, "settings?": dict, "files?": dict}
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -60,7 +59,9 @@ def _origin_in(folder: Path) -> dict[str, Any]:
     Raises ValueError if its file is missing or of another form.
     """
     try:
-        found: dict[str, Any] = read_json(folder / NAMED, _ORIGIN)
+        with damaged(NAMED):
+            found: dict[str, Any] = read_json(folder / NAMED)
+            found["names"] = [str(name) for name in found["names"]]
     except OSError as error:
         raise ValueError(
             f"the base model in {folder} is unknown: {NAMED}: {error.strerror}"
@@ -149,12 +150,12 @@ def _default(run: Path) -> str:
     """Return the name of the newest weights: ``final``, or ``newest`` if the run has continued."""
     sealed = Store(run / "checkpoints").sealed()
     try:
-        about = read_manifest(run / FINAL)["about"]
+        with damaged(MANIFEST):
+            end = read_manifest(run / FINAL)["about"].get("end", 0)
+            return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
     except ValueError:
         # chosen_of reports the damage
         return FINAL if (run / FINAL / MANIFEST).exists() else "newest"
-    end = about.get("end", 0)
-    return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
 
 def checkpoint_of(run: Path, asked: str) -> Path:
@@ -176,7 +177,8 @@ def checkpoint_of(run: Path, asked: str) -> Path:
         step = int(asked)
     elif asked == "best":
         try:
-            step = read_manifest(names[newest])["about"].get("step", -1)
+            with damaged(MANIFEST):
+                step = int(read_manifest(names[newest])["about"].get("step", -1))
         except ValueError as error:
             raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
         if step not in names:

@@ -22,7 +22,6 @@ from oneloop.basics.tensors import (
     optimizers_of,
     plain_optimizer,
 )
-from oneloop.basics.untrusted import as_expected, check_kind
 from oneloop.checkpoint.saved_state import decoded, encoded
 
 _COMPUTED = ("fused", "foreach", "capturable", "differentiable")
@@ -200,11 +199,12 @@ def load_values(
     for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=False):
         for name, value in _filled(given, tensors, device).items():
             known = group.get(name)
-            check_kind(value, known, f"the optimizer's {name}")
             if isinstance(known, Tensor):
                 known.copy_(value)
+            elif isinstance(known, tuple | float) and value is not None:
+                group[name] = type(known)(value)
             else:
-                group[name] = tuple(value) if isinstance(known, tuple) else value
+                group[name] = value
 
 
 def _filled(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
@@ -215,9 +215,8 @@ def _filled(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
         return value
     if value.keys() != _TENSOR:
         return {key: _filled(inside, tensors, device) for key, inside in value.items()}
-    with as_expected("the state of the optimizer"):
-        tensor = tensors[value["tensor"]]
-        return tensor if value["on_host"] else tensor.to(device)
+    tensor = tensors[value["tensor"]]
+    return tensor if value["on_host"] else tensor.to(device)
 
 
 def optimizer_targets(

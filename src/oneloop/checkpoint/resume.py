@@ -12,6 +12,7 @@ Several models and optimizers, such as those of a GAN, have names:
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,13 +26,15 @@ from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
 from oneloop.basics.tensors import Models, Optimizers, named, optimizers_of, together
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
-from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.saved_state import STATE
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     load_tensors,
@@ -73,8 +76,6 @@ class RunState:
             checkpoint.
         check: receives a checkpoint's state other than tensors before it is loaded, and may raise
             ValueError.
-        moved: finds the buffers that each rank saves; None: only persistent ones of rank 0 are
-            saved.
         tried: whether the caller has tried the optimizers on a small model
             (:mod:`oneloop.checkpoint.optimizer_trial`).
         say: reports an optimizer that could not be tried.
@@ -93,7 +94,6 @@ class RunState:
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
-        moved: MovedBuffers | None = None,
         tried: bool = False,
         say: Callable[[str], object] = print,
     ) -> None:
@@ -129,7 +129,7 @@ class RunState:
             )
         self._own = own
         self._check = check
-        self._moved = moved
+        self._buffers = RankBuffers(self.model)
 
         # Try the optimizers on a small model.
         for _, one in () if tried else optimizers_of(optimizer):
@@ -203,7 +203,7 @@ class RunState:
             self.optimizer,
             plain,
             extra=self._extra(),
-            moved=self._moved,
+            own=self._buffers.tensors(checkpoints.say),
             about=about,
             keep=keep,
             flush=files,
@@ -221,27 +221,22 @@ class RunState:
             ranks=checkpoints.ranks,
             of_rank_0=buffers_of(self.model, self._extra()),
         )
-        moved = sum(buffer.nbytes for buffer in self.model.buffers())
-        return header_of(mine)[1] + moved
+        of_rank = sum(buffer.nbytes for buffer in self.model.buffers())
+        return header_of(mine)[1] + of_rank
 
     def take(self, folder: Path) -> None:
-        """Load only weights and EMAs of an earlier checkpoint, in place.
+        """Load only weights, buffers and EMAs of an earlier checkpoint, in place.
 
         Collective: call on every rank.
         """
-        self._targets(folder)
-        load_tensors(folder, self.model, extra=self._extra())
-
-    def _targets(
-        self, folder: Path, say: Callable[[str], None] = lambda line: None
-    ) -> dict[str, Tensor]:
-        """Return new tensors for this rank's buffers in a checkpoint, by their names there."""
-        return {} if self._moved is None else self._moved.targets(folder, say)
+        buffers = self._buffers.targets(folder)
+        load_tensors(folder, self.model, extra=self._extra() | buffers)
+        self._buffers.install(folder, buffers, lambda line: None)
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
         """Return the bytes of a checkpoint's files that this rank reads."""
         needed: list[tuple[Path, int, int]] = []
-        extra = self._extra() | self._targets(folder)
+        extra = self._extra() | self._buffers.targets(folder)
         load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
         return needed
 
@@ -289,14 +284,12 @@ class RunState:
 
         # Load the tensors, and all other state.
         reject_others(path, self.model, self.optimizer)
-        if self._moved is not None:
-            self._moved.go_back(path)
-        buffers = self._targets(path, say)
+        with damaged(path):
+            buffers = self._buffers.targets(path)
         saved = checkpoints.load(
             path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check_state
         )
-        if self._moved is not None:
-            self._moved.install(path, buffers)
+        self._buffers.install(path, buffers, say)
         if path.resolve().parent != checkpoints.store.root.resolve():
             saved = {name: value for name, value in saved.items() if name not in self._own}
 
@@ -308,7 +301,10 @@ class RunState:
         # Restore the components; one that is new in this run, such as an EMA, restarts.
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
-                part.load_state_dict(saved[name])
+                # An error of the user's own code is shown as it is.
+                own = type(part).__module__.startswith(("oneloop.", "torch."))
+                with damaged(path / STATE) if own else nullcontext():
+                    part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()
         if checkpoints.complete:

@@ -1,53 +1,40 @@
-"""Read the state in a checkpoint that is not tensors, after checking its form. Needs no torch."""
+"""Read the state in a checkpoint that is not tensors. Needs no torch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.untrusted import Form, check_form, read_json
+from oneloop.basics.untrusted import damaged, read_json
 from oneloop.checkpoint.store import Store
 
 STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
-_OPTIMIZER = {"parameters": {None: dict}, "groups": [dict], "own": {None: dict}}
-
 _PAIRS = "keys that are not texts"
-Forms = Mapping[str, Form]
-"""what each component of a state looks like, by name"""
 
 
-def read_state(folder: Path, forms: Forms | None = None) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
     """Return the state of a checkpoint that is not tensors.
 
-    Args:
-        folder: the checkpoint.
-        forms: of its components by name, as :func:`check_form` reads them; others are not checked.
-
-    Raises:
-        ValueError: it is missing or damaged, or a component has another form.
+    Raises ValueError if it is missing or damaged. Its values are not checked: use them inside
+    :func:`oneloop.basics.untrusted.damaged`.
     """
     try:
         state: dict[str, Any] = read_json(folder / STATE, most=MOST_STATE)
     except (OSError, ValueError) as error:
         raise ValueError(f"{STATE} cannot be read ({type(error).__name__}: {error})") from error
-    for name, form in {"optimizer": _OPTIMIZER, **(forms or {})}.items():
-        if name in state:
-            check_form(state[name], form, f"{STATE}[{name!r}]")
     return state
 
 
-def state_problems(folder: Path, forms: Forms) -> list[str]:
+def state_problems(folder: Path) -> list[str]:
     """Return the problem of a checkpoint's state, as :func:`read_state` reports it."""
     try:
-        read_state(folder, forms)
+        read_state(folder)
     except ValueError as error:
         return [str(error)]
     return []
 
 
-def newest_intact(
-    store: Store, forms: Forms, say: Callable[[str], None]
-) -> tuple[str | None, str | None]:
+def newest_intact(store: Store, say: Callable[[str], None]) -> tuple[str | None, str | None]:
     """Return the newest intact checkpoint of a store, and an error if all are damaged.
 
     Delete drafts. Report damaged checkpoints and set them aside, unless nothing would be left.
@@ -57,7 +44,7 @@ def newest_intact(
     chosen: str | None = None
     damaged = []
     for path, found in store.newest_good():
-        wrong = found or state_problems(path, forms)
+        wrong = found or state_problems(path)
         if not wrong:
             chosen = str(path)
             break
@@ -84,6 +71,7 @@ def encoded(value: Any) -> Any:
     return value
 
 
+@damaged(STATE)
 def decoded(value: Any) -> Any:
     """Return the values that :func:`encoded` got; tuples are lists."""
     if isinstance(value, Mapping):

@@ -31,6 +31,7 @@ from oneloop.basics.tensors import (
     named,
     of_shape,
 )
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.optimizer_values import (
@@ -43,6 +44,7 @@ from oneloop.checkpoint.optimizer_values import (
     settings_of,
 )
 from oneloop.checkpoint.pieces import NAMES, Tensors
+from oneloop.checkpoint.rank_buffers import PREFIX, buffer_in
 
 __all__ = [
     "Settings",
@@ -225,44 +227,49 @@ def load_tensors(
     Raises:
         ValueError: if the model does not match.
     """
-    reject_others(folder, model, optimizer)
+    with damaged(folder):
+        reject_others(folder, model, optimizer)
 
-    # Read the headers.
-    folders, elsewhere = _folders(folder)
-    readers = []
-    for path in folders:
-        if needed is None:
-            readers.append(HuggingFaceStorageReader(str(path)))
-        else:
-            readers.append(_Needs(str(path), needed))
-    held = [reader.read_metadata().state_dict_metadata for reader in readers]
-    saved: dict[str, Any] = {}
-    for several in held:
-        saved.update(several)
+        # Read the headers.
+        folders, elsewhere = _folders(folder)
+        readers = []
+        for path in folders:
+            if needed is None:
+                readers.append(HuggingFaceStorageReader(str(path)))
+            else:
+                readers.append(_Needs(str(path), needed))
+        held = [reader.read_metadata().state_dict_metadata for reader in readers]
+        saved: dict[str, Any] = {}
+        for several in held:
+            saved.update(several)
 
-    # Find the tensor for each saved one.
-    own = model_tensors(model)
-    targets = {name: tensor for name, tensor in own.items() if name not in elsewhere}
-    targets = _matching(folder, targets, saved, cast=cast)
-    if weights != "raw":
-        targets = _averaged(folder, targets, saved, weights)
-    for name, tensor in (extra or {}).items():
-        if name in saved:
-            targets[name] = of_shape(tensor, saved[name].size)
-    of_optimizers: dict[str, Tensor] = {}
-    if optimizer is not None:
-        targets |= optimizer_targets(model, optimizer, saved)
-        of_optimizers = own_targets(saved)
+        # Find the tensor for each saved one. Buffers of this rank replace those of rank 0.
+        own = model_tensors(model)
+        for name in extra or {}:
+            if name.startswith(PREFIX):
+                own.pop(f"model.{buffer_in(name)}", None)
+                saved.pop(f"model.{buffer_in(name)}", None)
+        targets = {name: tensor for name, tensor in own.items() if name not in elsewhere}
+        targets = _matching(folder, targets, saved, cast=cast)
+        if weights != "raw":
+            targets = _averaged(folder, targets, saved, weights)
+        for name, tensor in (extra or {}).items():
+            if name in saved:
+                targets[name] = of_shape(tensor, saved[name].size)
+        of_optimizers: dict[str, Tensor] = {}
+        if optimizer is not None:
+            targets |= optimizer_targets(model, optimizer, saved)
+            of_optimizers = own_targets(saved)
 
-    # Load; each rank reads its own shards, without communication.
-    targets |= of_optimizers
-    before_change()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        for reader, names in zip(readers, held, strict=True):
-            mine = {name: targets[name] for name in names if name in targets}
-            load(mine, storage_reader=reader, no_dist=True)
-    return of_optimizers
+        # Load; each rank reads its own shards, without communication.
+        targets |= of_optimizers
+        before_change()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            for reader, names in zip(readers, held, strict=True):
+                mine = {name: targets[name] for name in names if name in targets}
+                load(mine, storage_reader=reader, no_dist=True)
+        return of_optimizers
 
 
 def _matching(

@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.untrusted import delete
+from oneloop.basics.untrusted import damaged, delete
 from oneloop.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -188,7 +188,8 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
 def problems_of_files(folder: Path) -> list[str]:
     """Return the problems of the files in a folder's manifest. Reads every file completely."""
     try:
-        return changed(folder, read_manifest(folder)["files"])
+        with damaged(MANIFEST):
+            return changed(folder, read_manifest(folder)["files"])
     except ValueError as error:
         return [str(error)]
 
@@ -220,7 +221,8 @@ def problems(folder: Path) -> list[str]:
     Reads it completely.
     """
     try:
-        return _problems(folder, read_manifest(folder))
+        with damaged(MANIFEST):
+            return _problems(folder, read_manifest(folder))
     except (ValueError, OSError) as error:
         return [f"{MANIFEST} is damaged, or not of oneloop ({error})"]
 

@@ -1,5 +1,6 @@
 """Where stores of frozen outputs are, and which there are. Needs no torch."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,16 +9,11 @@ from typing import Any
 
 from oneloop.basics.bucket import Bucket, check_address, is_address
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import cache_folder, intact
-from oneloop.basics.untrusted import HEX32, delete, is_amount, is_word, parsed_json, read_bytes
+from oneloop.basics.files import cache_folder, intact, printable
+from oneloop.basics.untrusted import damaged, delete, parsed_json, read_bytes
 
 ABOUT = "about.json"  # what a store holds, for people
-_FORM = {
-    "parts": {"role": is_word, "sources?": {None: str}},
-    "documents": is_amount,
-    "bytes": is_amount,
-    "ranges": is_amount,
-}
+_KEY = re.compile(r"[0-9a-f]{32}")
 
 
 def local_root(address: str | None) -> Path:
@@ -63,7 +59,8 @@ class Listed:
         if self.about is None:
             return f"{line}its description is missing or damaged"
         ranges = int(self.about["ranges"])
-        line += f"{self.about['parts']['role']}, {int(self.about['documents']):,} documents"
+        role = printable(self.about["parts"]["role"])
+        line += f"{role}, {int(self.about['documents']):,} documents"
         if self.files < ranges:
             line += f", {self.files} of {ranges} ranges"
         return line
@@ -90,7 +87,7 @@ def stores(address: str | None) -> list[Listed]:
 
     found = []
     for key in sorted(sizes):
-        if HEX32.fullmatch(key):
+        if _KEY.fullmatch(key):
             files = sizes[key]
             count = sum(name.endswith(".bin") for name in files)
             found.append(Listed(key, _about(read, key), count, sum(files.values())))
@@ -100,10 +97,13 @@ def stores(address: str | None) -> list[Listed]:
 def _about(read: Callable[[str], bytes], key: str) -> dict[str, Any] | None:
     """Return the description of a store; None if it is missing or damaged."""
     try:
-        about: dict[str, Any] = parsed_json(read(f"{key}/{ABOUT}"), _FORM)
+        with damaged(ABOUT):
+            about: dict[str, Any] = parsed_json(read(f"{key}/{ABOUT}"))
+            numbers = [about["documents"], about["ranges"], about["bytes"]]
+            whole = intact(about) and about["parts"]["role"] and min(map(int, numbers)) >= 0
     except (OSError, ValueError):
         return None
-    return about if intact(about) else None
+    return about if whole else None
 
 
 def chosen(found: Sequence[Listed], keys: Sequence[str], where: object) -> Iterator[Listed]:

@@ -34,7 +34,7 @@ class Others:
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, bool]) -> None:
-        self.drawn = self.drawn or state["drawn"]
+        self.drawn = self.drawn or bool(state["drawn"])
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ class Counters:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for known in fields(self):
-            setattr(self, known.name, state[known.name])
+            kind = type(getattr(self, known.name))
+            setattr(self, known.name, kind(state[known.name]))
+        self.lost = {cause: float(seconds) for cause, seconds in self.lost.items()}
 
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
@@ -117,7 +119,7 @@ class Results(dict[str, float]):
         return dict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.update(state)
+        self.update({name: float(value) for name, value in state.items()})
 
 
 @dataclass
@@ -136,9 +138,10 @@ class Best:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # The best of another metric or direction is none.
         if state["metric"] == self.metric and state["upward"] == self.upward:
-            self.value = state["value"]
-            self.step = state["step"]
-            self.since = state["since"]
+            value = state["value"]
+            self.value = None if value is None else float(value)
+            self.step = int(state["step"])
+            self.since = int(state["since"])
 
     def update(self, value: float, step: int) -> bool:
         """Compare the result of an evaluation with the best one so far.

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.checkpoints import Checkpoints, settings_of
-from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA
 from oneloop.job.build import Job
@@ -22,7 +21,7 @@ from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.run.compatibility import InputCheck, inputs_of
-from oneloop.run.saved_forms import TASK, forms_with
+from oneloop.run.final_weights import TASK
 from oneloop.task_protocol.protocol import Progress
 
 
@@ -71,7 +70,6 @@ class State(RunState):
             sync=recipe.save.sync,
             max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,
-            forms=forms_with([ema.name for ema in emas]),
             say=run.display.say,
         )
         self._let_saves_overlap(run, model, seen, sync=recipe.save.sync)
@@ -122,7 +120,6 @@ class State(RunState):
             parts=parts,
             own=["tracking"],
             check=same.check,
-            moved=MovedBuffers(model),
             tried=True,
         )
 

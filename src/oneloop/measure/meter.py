@@ -361,7 +361,7 @@ class Meter:
         self._losses = []
         self._chunks = []
         if len(losses) == ranks:
-            self._loss = losses[rank]
+            self._loss = float(losses[rank])
         elif rank == 0:
             self._loss = sum(losses)
         else:
@@ -375,7 +375,7 @@ class Meter:
             self._metrics = rows[rank]
         else:
             self._metrics = rows.sum(0) * (rank == 0)
-        self._restart(state["weight"] if losses else 0.0)
+        self._restart(float(state["weight"]) if losses else 0.0)
 
     def _load_leaves(self, leaf: Callable[[int, int], int], state: dict[str, Any]) -> None:
         rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
@@ -388,7 +388,7 @@ class Meter:
         rank = self._accelerator.process_index
         mine = [leaf(rank, number) for number in range(self._leaves)]
         self._metrics = rows[mine]
-        self._restart(state["weight"])
+        self._restart(float(state["weight"]))
 
     def _restart(self, weight: float) -> None:
         """Set the weight since the last read, and start the clock: a checkpoint holds no times."""

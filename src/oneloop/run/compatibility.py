@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.untrusted import as_expected
+from oneloop.basics.untrusted import damaged
 from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.sample_checksums import SAMPLES, first_checksum, spread_checksum
 from oneloop.data.sample_reader import read_once
@@ -76,8 +76,10 @@ class InputCheck:
                 "the checkpoint has no fingerprints of data and model, so nothing is compared"
             )
             return
-        with as_expected("the record of the inputs in the checkpoint"):
+        with damaged("the record of the inputs in the checkpoint"):
             changed = differences(there, self.about) + self._recipe_differences(there)
+            device = there["device"]
+            checksum = there["source"].get("checksum")
         if changed and not self._accept:
             raise ValueError(
                 f"inputs of the run have changed: {'; '.join(changed)}; restore it, choose another "
@@ -87,7 +89,6 @@ class InputCheck:
             self._say(f"accepted: {line}")
 
         # A different device is not an error, but it rounds and draws differently.
-        device = there["device"]
         if device != self.about["device"]:
             self._say(
                 f"the run continues on {self.about['device']}; before: {device}. It sees the same "
@@ -95,9 +96,8 @@ class InputCheck:
             )
 
         # Another source of the task is no error: the user may have corrected it.
-        before = there["source"]
         now = self.about["source"]
-        if before.get("checksum") != now.get("checksum"):
+        if checksum != now.get("checksum"):
             self._say(
                 f"the source of the task has changed ({now.get('file', 'unknown file')}): the run "
                 "continues with the new source"

@@ -19,8 +19,9 @@ from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
 from oneloop.checkpoint.store import vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA
-from oneloop.run.saved_forms import TASK
 from oneloop.task_protocol.protocol import Task
+
+TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
 
 
 @dataclass(frozen=True)

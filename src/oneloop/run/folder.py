@@ -14,32 +14,15 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from oneloop.basics.exit_codes import STOPPED, BadInput
-from oneloop.basics.files import dumps, intact, replacing, writing
-from oneloop.basics.untrusted import (
-    OWNER,
-    STEP,
-    as_expected,
-    check_form,
-    delete,
-    is_amount,
-    read_json,
-    read_yaml,
-)
+from oneloop.basics.files import dumps, intact, printable, replacing, writing
+from oneloop.basics.untrusted import damaged, delete, is_number, read_json, read_yaml
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
-from oneloop.run.saved_forms import FORMS
 from oneloop.show.metrics_file import parsed
 
-_STARTS = {
-    "first": is_amount,
-    "number": STEP,
-    "repeated": is_amount,
-    "before": is_amount,
-    "stops?": STEP,
-}
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
 _WITHOUT_RECIPE = {
@@ -147,7 +130,7 @@ class Folder:
             return None
 
         # Is it a run of this recipe? The user may have edited recipe.yaml.
-        with as_expected(f"{self.path}/recipe.yaml"):
+        with damaged(f"{self.path}/recipe.yaml"):
             changed = difference(old, resolved)
             extends = only_extends(old, resolved)
         if changed:
@@ -204,7 +187,8 @@ class Folder:
         """
         file = self.path / name
         try:
-            return read(file)
+            with damaged("it"):
+                return read(file)
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -220,10 +204,8 @@ class Folder:
         for path, wrong in self._store.newest_good():
             if wrong:
                 continue
-            with suppress(ValueError, KeyError):
-                state = read_state(path, FORMS)
-                recipe: dict[str, Any] = state["identity"]["recipe"]
-                return recipe
+            with suppress(ValueError), damaged(path):
+                return dict(read_state(path)["identity"]["recipe"])
         return None
 
     def _in_use(self) -> bool:
@@ -237,8 +219,10 @@ class Folder:
 
     def _owner(self) -> str:
         try:
-            owner = read_json(self.path / "owner.json", OWNER)
-            return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+            with damaged("owner.json"):
+                owner = read_json(self.path / "owner.json")
+                who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+                return printable(who)
         except (OSError, ValueError):
             return "another process"
 
@@ -284,16 +268,15 @@ class Folder:
             start, in another folder. ``stops``: starts that ended by a requested stop.
         """
         new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds, "stops": 0}
-        about = self._read("environment.json", partial(read_json, form={"starts?": _STARTS}))
-        old: dict[str, float] | None = (about or {}).get("starts")
-        if old is None:
+        old = self._read("environment.json", partial(_starts, like=new))
+        if not old:
             return new
 
         # What was trained after the checkpoint is lost: the last log line says until when.
         if (self.path / "metrics.jsonl").is_file():
             with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                times = [line["time"] for line in parsed(file) if is_amount(line.get("time"))]
+                times = [line["time"] for line in parsed(file) if is_number(line.get("time"))]
                 last = max(times, default=0.0)
                 old["repeated"] += max(0.0, last - max(seconds, old["before"]))
         ended = self._read("summary.json", _summary) or {}
@@ -382,8 +365,15 @@ class Folder:
 
 def _resolved(file: Path) -> dict[str, Any]:
     groups = read_yaml(file)
-    check_form(groups, dict.fromkeys(_GROUPS, dict))
+    if not all(isinstance(groups[name], dict) for name in _GROUPS):
+        raise ValueError(f"it does not have the groups {', '.join(_GROUPS)}")
     return groups
+
+
+def _starts(file: Path, *, like: Mapping[str, float]) -> dict[str, float]:
+    """Return the times of the starts in environment.json, with the types of others."""
+    starts = read_json(file).get("starts", {})
+    return {name: type(value)(starts[name]) for name, value in like.items() if starts}
 
 
 def _summary(file: Path) -> dict[str, Any]:

@@ -11,13 +11,12 @@ from typing import cast
 
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.untrusted import read_json
+from oneloop.basics.untrusted import damaged, read_json
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store
 from oneloop.recipe.class_paths import CHOICES, resolve, source
 from oneloop.recipe.schema import Recipe
 from oneloop.run.environment import versions
-from oneloop.run.saved_forms import FORMS
 
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
@@ -76,7 +75,8 @@ def another_file(recipe: Recipe, run: Path) -> str:
     """
     file = source("task", recipe.task.name)
     try:
-        there = Path(read_json(run / "environment.json", {"task": str})["task"])
+        with damaged("environment.json"):
+            there = Path(read_json(run / "environment.json")["task"])
         if file is None or there.suffix != ".py" or there.samefile(file):
             return ""
         if there.read_bytes() == file.read_bytes():
@@ -97,11 +97,12 @@ def source_changed(recipe: Recipe, run: Path) -> str:
     if not sealed:
         return ""
     try:
-        there = read_state(sealed[-1], FORMS)["identity"]["source"]
+        with damaged(sealed[-1]):
+            there = read_state(sealed[-1])["identity"]["source"].get("checksum")
         now = source_of(cast(type, resolve("task", recipe.task.name)))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError):
         return ""
-    if there.get("checksum") == now.get("checksum"):
+    if there == now.get("checksum"):
         return ""
     return (
         f"the source of its task ({now.get('file', 'unknown file')}) has changed since: choose "

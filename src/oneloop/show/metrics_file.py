@@ -16,10 +16,10 @@ from xxhash import xxh3_64
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, printable, set_aside
-from oneloop.basics.untrusted import STEP, parsed_json
+from oneloop.basics.untrusted import damaged, parsed_json
 
 _CHUNK = 1 << 22  # bytes per read
-_LINE = {"step": STEP, "event?": str, "weights?": str}
+_MOST_STEPS = 1 << 53
 
 
 class Lines:
@@ -166,10 +166,22 @@ def parsed(lines: Iterable[bytes], *, of: Path | None = None) -> Iterator[dict[s
     """
     for line in lines:
         try:
-            yield parsed_json(line, _LINE)
+            yield _parsed(line)
         except ValueError as error:
             if of is not None and line.endswith(b"\n"):
                 raise BadInput(
                     f"{of} has a damaged line ({printable(error)}: {line!r:.60}); remove the line "
                     "(a resume of the run does so, too)"
                 ) from error
+
+
+@damaged("it")
+def _parsed(text: bytes) -> dict[str, Any]:
+    """Return a line of which readers can use the step and what kind of line it is."""
+    line: dict[str, Any] = parsed_json(text)
+    step = line["step"]
+    if type(step) is not int or not 0 <= step < _MOST_STEPS:
+        raise ValueError(f"its step is {step!r:.60}")
+    if not isinstance(line.get("event", ""), str) or not isinstance(line.get("weights", ""), str):
+        raise ValueError("its event, or the name of its weights, is not a text")
+    return line

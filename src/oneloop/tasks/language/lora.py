@@ -242,7 +242,7 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     manifest = folder / "MANIFEST.json"
     base = None
     if manifest.is_file():
-        about = read_json(manifest, {"about?": {"base?": {"settings?": dict}}}).get("about", {})
+        about = read_json(manifest).get("about", {})
         base = about.get("base")
     other = origin.of_another(read_json(folder / CONFIG), base)
     if other:

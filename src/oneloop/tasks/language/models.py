@@ -275,9 +275,8 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
     A 4-bit model of bitsandbytes can get adapters, unless ``lora`` would quantize it again.
     """
     file = fetched(name, "config.json")
-    form = {"quantization_config?": dict | None}
-    config = read_json(file, form).get("quantization_config") if file else None
-    if not config:
+    config = read_json(file).get("quantization_config") if file else None
+    if not isinstance(config, dict):
         return
     kind = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None
     if kind is None:

@@ -6,14 +6,12 @@ from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
-from oneloop.basics.untrusted import read_json
+from oneloop.basics.untrusted import damaged, read_json
 from oneloop.launch.before_imports import is_main
 from oneloop.recipe.class_paths import CHOICES, from_there, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.tools.after_training.command import recipe_file
-
-_RECORDED = {"task?": str, "recorded?": {"task": str}, "eval_micro?": int | None}
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
@@ -70,7 +68,9 @@ def _trusted(name: str, run: Path) -> str:
 def recorded_by(run: Path) -> dict[str, Any]:
     """Return what environment.json says about task and evaluation; empty if it cannot be read."""
     try:
-        about: dict[str, Any] = read_json(run / "environment.json", _RECORDED)
+        with damaged("environment.json"):
+            about: dict[str, Any] = read_json(run / "environment.json")
+            recorded = dict(about.get("recorded") or {})
+            return about | {"recorded": recorded and {**recorded, "task": str(recorded["task"])}}
     except (OSError, ValueError):
         return {}
-    return about

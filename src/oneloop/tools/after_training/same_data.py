@@ -5,13 +5,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from oneloop.basics.files import printable
-from oneloop.basics.untrusted import as_expected
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store
 from oneloop.launch.before_imports import is_main
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import data_differences, data_of
-from oneloop.run.saved_forms import FORMS
 from oneloop.task_protocol.protocol import Task
 
 
@@ -22,8 +21,8 @@ def reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
     sealed = Store(run / "checkpoints").sealed()
     there = None
     if sealed:
-        with suppress(ValueError, KeyError):
-            there = read_state(sealed[-1], FORMS)["identity"]
+        with suppress(ValueError), damaged(sealed[-1]):
+            there = dict(read_state(sealed[-1])["identity"])
     if not there:
         why = "cannot be read" if sealed else "is missing"
         if is_main():
@@ -33,8 +32,8 @@ def reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
 
     # Compare the fingerprints of the data.
     sets = {"train": task.train_set(), **task.eval_sets()}
-    now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
-    with as_expected("the record of the inputs in the newest checkpoint"):
+    now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there.get("recipe")}
+    with damaged("the record of the inputs in the newest checkpoint"):
         changed = data_differences(there, now)
     if changed:
         raise ValueError(

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.untrusted import check_form
+from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import Store, problems
 from oneloop.ema import gamma, post_hoc
-from oneloop.run.saved_forms import EMA
 
 
 class _PowerEma(NamedTuple):
@@ -41,10 +40,10 @@ def _power_emas(checkpoint: Path) -> list[_PowerEma]:
         for name, part in read_state(folder).items():
             if not name.startswith("ema-power-"):
                 continue
-            check_form(part, EMA, f"{folder}: {name}")
-            if part["seen"] > 0:
-                sigma_rel = float(name.removeprefix("ema-power-"))
-                saved.append(_PowerEma(folder, name, part["seen"], sigma_rel))
+            with damaged(f"{folder}: {name}"):
+                if part["seen"] > 0:
+                    sigma_rel = float(name.removeprefix("ema-power-"))
+                    saved.append(_PowerEma(folder, name, float(part["seen"]), sigma_rel))
     return saved
 
 

@@ -1,4 +1,4 @@
-"""Buffers that training changes are saved for each rank: a resumed run is the run left alone."""
+"""Small buffers are saved for each rank: a resumed run is the run left alone."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
 
+from oneloop.checkpoint import rank_buffers
+from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
+from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store, problems
 from worlds import back_to, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.manifest",
-    "oneloop.checkpoint.moved_buffers",
+    "oneloop.checkpoint.rank_buffers",
     "oneloop.checkpoint.store",
     "oneloop.loop.upkeep",
 )
@@ -214,7 +220,9 @@ def test_a_resumed_run_has_the_buffers_of_the_run_left_alone(tmp_path):
     same(tmp_path / "alone", tmp_path / "again")
     names = {name.split(".", 3)[3] for name in entries(tmp_path / "alone")}
     names -= {"tied.again"}  # DDP unties it
-    assert names == {"norm.running_mean", "state", "phase", "count", "means", "none", "late"}
+    statistics = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    others = {"state", "phase (complex)", "count", "means", "none", "late"}
+    assert names == statistics | others
 
     # On another number of ranks all use the buffers of rank 0.
     world = trained(tmp_path, "one", *rarely, ranks=1, config="single")
@@ -239,8 +247,10 @@ def test_the_same_on_other_layouts(tmp_path, ranks, config, kind):
 def test_statistics_of_batch_norm_are_not_saved_for_each_rank_nor_what_no_file_can_hold(tmp_path):
     world = trained(tmp_path, "run", ranks=1, config="single", kind="others")
     world.ok()
-    assert entries(tmp_path / "run") == set()
-    line = "so a resume is not bit-identical: 2.odd (torch.uint16)"
+    assert entries(tmp_path / "run") == {"rank.0.1.fixed"}
+    line = (
+        "so if training changes them, a resume is not bit-identical: 2.odd (torch.uint16, 12 bytes)"
+    )
     assert world.output.count(line) == 1
 
 
@@ -252,3 +262,95 @@ def test_a_rewind_removes_what_a_bad_step_left_in_a_buffer(tmp_path, every):
     world.ok()
     # Without a good state, all steps after the bad sample would be bad.
     assert 1 <= world.output.count("rewind; the samples are in metrics.jsonl") <= 3
+
+
+# --- one process: what a load does with each kind of buffer
+# --------------------------------------------------------------------------------------------------
+
+
+def held(model: nn.Module) -> RunState:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return RunState(model, optimizer, parts={}, tried=True)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    made = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    made[0].register_buffer("carried", torch.ones(2), persistent=False)
+    made[0].register_buffer("queue", torch.zeros(2, 2))
+    made[1].register_buffer("tied", made[0].queue)
+    made[0].register_buffer("empty", None)
+    return made
+
+
+def saved(state: RunState, folder: Path, step: int = 1, say=print) -> Checkpoints:
+    checkpoints = Checkpoints(folder, Accelerator(), sync=True, say=say)
+    state.save(checkpoints, step)
+    return checkpoints
+
+
+def resumed(state: RunState, checkpoints: Checkpoints) -> None:
+    state.resume(checkpoints, "auto", say=lambda line: None)
+
+
+def test_none_and_tied_and_late_buffers_come_back_in_a_new_model_and_after_a_rewind(tmp_path):
+    model = net()
+    state = held(model)
+    checkpoints = saved(state, tmp_path)
+
+    # A rewind undoes all changes, also registrations, and keeps tensors and ties.
+    queue = model[0].queue
+    queue += 1
+    model[0].carried = None
+    model[0].empty = torch.ones(3)
+    model[1].register_buffer("late", torch.ones(3))
+    resumed(state, checkpoints)
+    assert model[0].queue is queue is model[1].tied and not queue.any()
+    assert torch.equal(model[0].carried, torch.ones(2)) and model[0].empty is None
+    assert not hasattr(model[1], "late")
+
+    # A new model gets what training has replaced, tied, registered, or set to None.
+    model[0].queue = model[1].tied = torch.full((3, 2), 7.0)
+    model[0].carried = None
+    model[0].empty = torch.tensor([float("nan"), -0.0])
+    model[1].register_buffer("late", torch.ones(3))
+    model[1].register_buffer("phase", torch.ones(2, dtype=torch.complex64), persistent=False)
+    checkpoints = saved(state, tmp_path, 2)
+    new = net()
+    resumed(held(new), checkpoints)
+    assert new[0].queue is new[1].tied and new[0].carried is None
+    for name, buffer in model.named_buffers():
+        other = new.get_buffer(name)
+        assert other.dtype == buffer.dtype and other.numpy().tobytes() == buffer.numpy().tobytes()
+    assert new.state_dict().keys() == model.state_dict().keys()  # persistent ones stay persistent
+
+
+def test_a_buffer_above_the_limit_is_that_of_rank_0_and_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_buffers, "_MOST", 8)
+    lines: list[str] = []
+    model = net()
+    state = held(model)
+    model[0].queue += 1
+    checkpoints = saved(state, tmp_path, say=lines.append)
+    saved(state, tmp_path, 2, say=lines.append)
+    assert len(lines) == 1 and "not bit-identical: 0.queue (torch.float32, 16 bytes)" in lines[0]
+    listed = read_manifest(checkpoints.newest())["tensors"]
+    assert [name for name in listed if "queue" in name] == ["model.0.queue"]
+    new = net()
+    resumed(held(new), checkpoints)
+    assert torch.equal(new[0].queue, torch.ones(2, 2))  # the persistent one is complete
+
+
+def test_a_buffer_of_a_module_that_the_model_lacks_is_rejected(tmp_path):
+    model = net()
+    state = held(model)
+    model[1].inside = nn.Module()
+    model[1].inside.register_buffer("late", torch.ones(2), persistent=False)
+    checkpoints = saved(state, tmp_path)
+    with pytest.raises(ValueError, match="has the buffer 1.inside.late, but the model has no such"):
+        resumed(held(net()), checkpoints)
+
+
+def test_a_model_without_buffers_adds_nothing(tmp_path):
+    checkpoints = saved(held(nn.Linear(2, 2)), tmp_path)
+    assert [*read_manifest(checkpoints.newest())["tensors"]] == ["model.weight", "model.bias"]
