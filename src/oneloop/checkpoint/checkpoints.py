@@ -11,7 +11,7 @@ Usable alone in a plain Accelerate script.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -21,7 +21,6 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
 from oneloop.checkpoint.background_save import SaveInProgress
-from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
@@ -49,6 +48,9 @@ from oneloop.checkpoint.state_dict import (
     settings_of,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
+
+if TYPE_CHECKING:
+    from oneloop.checkpoint.fetcher import Fetcher
 
 __all__ = ["Checkpoints", "settings_of"]
 
@@ -254,6 +256,8 @@ class Checkpoints:
                 need not last.
             limit: bytes per second of one process; 0: no limit.
         """
+        from oneloop.checkpoint.fetcher import Fetcher
+
         self.fetcher = Fetcher(
             address,
             self.store,
@@ -264,7 +268,6 @@ class Checkpoints:
             say=self._say,
         )
         self._counts = counts
-
         self.saving.mirror(address, lease=lease, counts=counts, limit=limit)
 
     def gather(self, value: Any) -> list[Any]:
