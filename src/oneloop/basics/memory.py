@@ -1,4 +1,4 @@
-"""Memory of this process, and the lack of it."""
+"""Memory of this process."""
 
 import torch
 
