@@ -250,8 +250,7 @@ class Checkpoints:
 
         Args:
             address: of the mirror (s3, gs, file).
-            lease: number and description of the :class:`oneloop.checkpoint.lease.Lease` that this
-                run holds.
+            lease: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`.
             counts: write checkpoints only there: the folder may then differ between hosts, and
                 need not last.
             limit: bytes per second of one process; 0: no limit.
