@@ -27,8 +27,9 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.heartbeats import BEATS
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
+from oneloop.checkpoint.save_request import UploadSettings
 from oneloop.checkpoint.store import Store, problems, write_file
-from oneloop.checkpoint.uploads import Uploads, UploadSettings
+from oneloop.checkpoint.uploads import Uploads
 from oneloop.cli import main
 from oneloop.recipe.parse import read
 from oneloop.run.mirrored_folder import MirroredFolder

@@ -20,7 +20,7 @@ import torchmetrics
 from torch import Tensor, nn
 
 from oneloop.basics.heartbeats import BEATS, TRAINING
-from oneloop.supervise.ranks import ADDRESS
+from oneloop.supervise.pipe import ADDRESS
 from tiny import Ragged, Sequences
 
 

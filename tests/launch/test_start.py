@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from worlds import run
+
 pytestmark = pytest.mark.covers(
     "oneloop.cli",
     "oneloop.launch.before_imports",
@@ -80,6 +82,25 @@ def test_help_and_bad_input_import_neither_accelerate_nor_the_loop(tmp_path, wor
 
 def test_the_package_itself_imports_nothing(tmp_path):
     assert loaded("import oneloop, oneloop.cli", ("torch", "accelerate", "numpy"), tmp_path) == []
+
+
+def _modules_of_the_loop() -> list[str]:
+    """Import the loop, and return the modules of oneloop that are loaded then, without packages.
+
+    This process has imported the libraries, which takes seconds, and forgets oneloop.
+    """
+    for name in [name for name in sys.modules if name.partition(".")[0] == "oneloop"]:
+        del sys.modules[name]
+    import oneloop.train
+
+    assert oneloop.train.train
+    ours = [name for name in sys.modules if name.startswith("oneloop.")]
+    return sorted(name for name in ours if not hasattr(sys.modules[name], "__path__"))
+
+
+def test_the_loop_loads_only_modules_that_an_ordinary_run_uses():
+    (loaded_modules,) = run(_modules_of_the_loop).ok()
+    assert len(loaded_modules) <= 160, loaded_modules
 
 
 @pytest.mark.slow

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from accelerate import PartialState
 from safetensors.torch import load_file
 
+from oneloop.basics.memory import is_out_of_memory
 from oneloop.job.find_micro_batch import explained
 from oneloop.machine.micro_batch import (
     Attempt,
-    is_out_of_memory,
     is_outside_of_allocator,
     search,
 )
@@ -30,6 +30,7 @@ from tiny import Ragged
 from worlds import CONFIGS, HERE, run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.memory",
     "oneloop.job.find_micro_batch",
     "oneloop.job.trial_steps",
     "oneloop.machine.micro_batch",

@@ -15,7 +15,6 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
 from oneloop.basics.untrusted import MOST_BYTES
-from oneloop.basics.upload_limit import UploadLimit
 
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
@@ -144,6 +143,8 @@ class Bucket:
 
     def __init__(self, address: str, *, limit: float = 0.0) -> None:
         import fsspec
+
+        from oneloop.basics.upload_limit import UploadLimit
 
         self.address = address.rstrip("/")
         self._limit = UploadLimit(limit)

@@ -19,6 +19,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0")) if ranks() > 1 else 0
 
 
+def local_ranks() -> int:
+    """Return the number of processes of the run on this host, from the environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def die_with_launcher() -> None:
     """End this process with torchrun or accelerate, if one of them started it.
 

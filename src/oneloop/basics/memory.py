@@ -18,3 +18,11 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
     return peak_host_memory()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the error means that the device or the host ran out of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    known = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)

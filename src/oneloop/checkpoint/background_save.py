@@ -15,9 +15,8 @@ from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import NotDeleted
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.pieces import Piece, stage
-from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
+from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest, UploadSettings
 from oneloop.checkpoint.store import Store
-from oneloop.checkpoint.uploads import UploadSettings
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process

@@ -11,7 +11,7 @@ Usable alone in a plain Accelerate script.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -22,7 +22,6 @@ from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
 from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.background_save import SaveInProgress
-from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
@@ -49,6 +48,9 @@ from oneloop.checkpoint.state_dict import (
     settings_of,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
+
+if TYPE_CHECKING:
+    from oneloop.checkpoint.fetcher import Fetcher
 
 __all__ = ["Checkpoints", "settings_of"]
 
@@ -241,12 +243,13 @@ class Checkpoints:
 
         Args:
             address: of the mirror (s3, gs, file).
-            lease: number and description of the :class:`oneloop.checkpoint.lease.Lease` that this
-                run holds.
+            lease: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`.
             counts: write checkpoints only there: the folder may then differ between hosts, and
                 need not last.
             limit: bytes per second of one process; 0: no limit.
         """
+        from oneloop.checkpoint.fetcher import Fetcher
+
         self.fetcher = Fetcher(
             address,
             self.store,
@@ -256,7 +259,6 @@ class Checkpoints:
             say=self.say,
         )
         self._counts = counts
-
         self.saving.mirror(address, lease=lease, counts=counts, limit=limit)
 
     def gather(self, value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ no torch.
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,19 @@ class News:
     step: int = 0  # newest step in the mirror
     error: str | None = None
     taken: bool = False  # another process owns the mirror now
+
+
+@dataclass(frozen=True)
+class UploadSettings:
+    """What a writing process needs to know about the mirror."""
+
+    address: str
+    run: str  # the run folder
+    limit: float  # bytes per second of this process; 0: none
+    counts: bool  # checkpoints are written only there
+
+    lease: tuple[int, Mapping[str, Any]]  # number and description of the run's :class:`Lease`
+    owns: bool  # this process renews the lease, and copies
 
 
 class Gone(Exception):

@@ -4,9 +4,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,26 +31,20 @@ from oneloop.checkpoint.mirror import (
     manifest_at,
     steps_in,
 )
-from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
+from oneloop.checkpoint.save_request import (
+    Answer,
+    News,
+    SaveRequest,
+    UploadSettings,
+    gathered,
+    padded,
+)
 from oneloop.checkpoint.store import Store, step_of
 
 _PAUSE = 0.3  # seconds between two looks for the shards of other ranks
 _LEAST_DELAY = 10.0  # seconds until a failed upload is tried again; doubled at each failure
 _MOST_DELAY = 600.0
 _UNKNOWN = b""  # in place of a checksum: a file that was not yet compared
-
-
-@dataclass(frozen=True)
-class UploadSettings:
-    """What a writing process needs to know about the mirror."""
-
-    address: str
-    run: str  # the run folder
-    limit: float  # bytes per second of this process; 0: none
-    counts: bool  # checkpoints are written only there
-
-    lease: tuple[int, Mapping[str, Any]]  # number and description of the run's :class:`Lease`
-    owns: bool  # this process renews the lease, and copies
 
 
 class Uploads:

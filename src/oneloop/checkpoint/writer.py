@@ -25,7 +25,14 @@ from xxhash import xxh3_128
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
-from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
+from oneloop.checkpoint.save_request import (
+    Answer,
+    News,
+    SaveRequest,
+    UploadSettings,
+    gathered,
+    padded,
+)
 from oneloop.checkpoint.store import Store, flush, write_file
 
 _CHUNK = 1 << 22  # bytes
@@ -143,7 +150,7 @@ def main() -> None:
     uploads = None
     if settings is not None:
         # Only with a mirror: it takes as long as all other imports.
-        from oneloop.checkpoint.uploads import Uploads, UploadSettings
+        from oneloop.checkpoint.uploads import Uploads
 
         uploads = Uploads(UploadSettings(**settings), _report)
     data = memoryview(b"")

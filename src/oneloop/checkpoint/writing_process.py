@@ -21,8 +21,7 @@ from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.memory import nameless_file
 from oneloop.checkpoint.pieces import Piece, stage
-from oneloop.checkpoint.save_request import Answer, News
-from oneloop.checkpoint.uploads import UploadSettings
+from oneloop.checkpoint.save_request import Answer, News, UploadSettings
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 TORN = (

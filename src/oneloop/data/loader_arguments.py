@@ -1,6 +1,5 @@
 """Arguments and surroundings of a :class:`oneloop.data.loader.Loader`."""
 
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
@@ -210,7 +210,7 @@ def workers_of(workers: int | str, device: torch.device) -> int:
     """Return the number of data workers of this process; raise ValueError if it is wrong."""
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         raise ValueError(f"workers of a Loader must be auto, 0 or more, got {workers!r}")
-    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = usable_cores() // local_ranks()
     return workers_here(workers, device=device, cores=cores)
 
 

@@ -7,11 +7,18 @@ from torch import nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.machine.compile import compile_
-from oneloop.machine.frozen_dtype import count, hold_frozen
-from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.torch_settings import channels_last
 from oneloop.optim.parameter_groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
+
+
+def count(parameter: Any) -> int:
+    """Return the number of elements of a parameter.
+
+    Of a 4-bit parameter, return that of the tensor that it encodes.
+    """
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
 
 
 def set_up_parameters(
@@ -52,7 +59,12 @@ def set_up_parameters(
 
     # Store frozen parameters in fewer bytes.
     machine = recipe.machine
-    notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
+    if frozen or machine.base_dtype or machine.quant_storage != "auto":
+        from oneloop.machine.frozen_dtype import hold_frozen
+
+        notes += hold_frozen(
+            model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage
+        )
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         location = "saved once, in base/"
@@ -82,7 +94,6 @@ def adapt_to_machine(
     """Apply the settings of ``machine`` to the model, in place; return lines for the log."""
     machine = recipe.machine
     notes = []
-    kind, share = parsed(machine.recompute)
     if machine.offload and device in ("cpu", "mps"):
         where = "a CPU" if device == "cpu" else "an Apple GPU"
         raise ValueError(
@@ -96,16 +107,20 @@ def adapt_to_machine(
         notes.append("convolutions run channels last")
 
     # Activation checkpointing.
-    number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
-    if number:
-        notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
     budget = None
-    if kind == "budget":
-        budget = share
-        notes.append(
-            f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller share "
-            "may have a higher peak (pytorch #197838), so measure several"
-        )
+    if machine.recompute != "none" or machine.offload:
+        from oneloop.machine.recompute import parsed, recompute
+
+        kind, share = parsed(machine.recompute)
+        number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
+        if number:
+            notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
+        if kind == "budget":
+            budget = share
+            notes.append(
+                f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller "
+                "share may have a higher peak (pytorch #197838), so measure several"
+            )
 
     # Compilation.
     number = compile_(

@@ -14,7 +14,6 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder, checked_order, order_hash, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import Decay, gamma
-from oneloop.job.apple_gpu import reject_training
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import Tried, optimizer_of
@@ -202,6 +201,8 @@ def build_job(
         task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe)
     )
     if device == "mps":
+        from oneloop.job.apple_gpu import reject_training
+
         reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     reject_skips(task, opened, built.model)

@@ -40,7 +40,7 @@ _RANK_VARS = (
 """environment variables of launchers, which a process that trains alone must not see"""
 
 
-def find_micro(recipe: Recipe, run: Run) -> int | None:
+def find_micro(recipe: Recipe, run: Run) -> int:
     """Find the micro-batch size for ``auto`` or ``fastest``. Collective: call on every rank.
 
     Args:
@@ -48,14 +48,12 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
         run: this process.
 
     Returns:
-        The size; None if ``batch.micro`` is a number.
+        The size.
 
     Raises:
         ValueError: batch.size does not divide over the ranks, or nothing fits.
     """
-    mode = recipe.batch.micro
-    if mode not in ("auto", "fastest"):
-        return None
+    mode = str(recipe.batch.micro)
     _reject_notebook(recipe)
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:

@@ -9,17 +9,15 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.seeds import key, seed_others
 from oneloop.basics.system.memory import anonymous_memory
 from oneloop.basics.tensors import one_element
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.job.adapt_model import adapt_to_machine, set_up_parameters
-from oneloop.job.apple_gpu import reject_model
+from oneloop.job.adapt_model import adapt_to_machine, count, set_up_parameters
 from oneloop.job.unfit_models import reject_dtype, reject_inexact, reject_unfit
 from oneloop.machine.blocks import blocks, class_names
-from oneloop.machine.frozen_dtype import count
-from oneloop.machine.load_in_turn import in_turn, local_processes
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.user_code import named, theirs
@@ -80,6 +78,8 @@ def build_model(
         )
     reject_unfit(model, task, sharded=sharded)
     if device == "mps":
+        from oneloop.job.apple_gpu import reject_model
+
         reject_model(recipe, model)
 
     # Load initial weights, in the dtype of the run.
@@ -123,11 +123,15 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
         seed_others(number)
         return theirs(task, "model", task.model)
 
-    processes = local_processes()
+    if recipe.machine.in_turn:
+        from oneloop.machine.load_in_turn import in_turn
+
+        return in_turn(make), []
     before = anonymous_memory()
-    model = in_turn(make) if recipe.machine.in_turn else make()
+    model = make()
     size = anonymous_memory() - before
-    if recipe.machine.in_turn or not sharded or size * processes < _NOTABLE:
+    processes = local_ranks()
+    if not sharded or size * processes < _NOTABLE:
         return model, []
     note = (
         f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before "

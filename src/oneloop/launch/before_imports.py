@@ -22,9 +22,6 @@ from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.supervise.pipe import CHANNEL
-from oneloop.supervise.ranks import Supervisors
-from oneloop.supervise.supervisor import Supervisor
-from oneloop.supervise.worker import Worker
 
 
 def begin() -> None:
@@ -86,6 +83,11 @@ def supervised() -> None:
     if given is not None:
         _begin_training(given)
         return
+
+    # Imported before the fork: after it, the supervisor must answer at once.
+    from oneloop.supervise.ranks import Supervisors
+    from oneloop.supervise.supervisor import Supervisor
+    from oneloop.supervise.worker import Worker
 
     started_by = launcher()
     own = os.getpid()

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.launcher import ranks
+from oneloop.basics.launcher import local_ranks, ranks
 from oneloop.basics.system.processes import usable_cpus, use_cpus
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -48,11 +48,6 @@ def not_on_mps(setting: str, why: str) -> BadInput:
         f"the Apple GPU (mps) does not support {setting}: {why}; set machine.device cpu "
         "(evaluate and predict: --device cpu)"
     )
-
-
-def local_ranks() -> int:
-    """Return the number of processes of the run on this host, from the environment."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def reject_shared(device: torch.device) -> None:

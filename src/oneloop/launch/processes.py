@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.launcher import ranks
+from oneloop.basics.launcher import local_ranks, ranks
 from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
@@ -32,8 +32,7 @@ from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
-from oneloop.supervise.pipe import CHANNEL
-from oneloop.supervise.ranks import ADDRESS
+from oneloop.supervise.pipe import ADDRESS, CHANNEL
 
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
@@ -58,7 +57,7 @@ class Run(Agreement):
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)
-        self.local_ranks = devices.local_ranks()  # on this host
+        self.local_ranks = local_ranks()  # on this host
         self.cores = cores
 
         self.stopping = Stopping(looks=self.main)

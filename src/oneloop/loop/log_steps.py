@@ -13,7 +13,6 @@ from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.step_batches import in_memory
 from oneloop.loop.parts import Parts
 from oneloop.measure.advice import Advice
-from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.profiling import Profiling
 from oneloop.measure.stragglers import Stragglers
 
@@ -97,6 +96,8 @@ class LogSteps:
         run = self._parts.run
         if not self._parts.job.exact or not (run.main or run.sharded):
             return {}
+        from oneloop.measure.fingerprint import fingerprint
+
         state = self._parts.state
         averages: dict[str, Tensor] = {}
         for ema in state.emas:

@@ -11,9 +11,6 @@ from oneloop.loop.counters import RunLog
 from oneloop.loop.start_lines import start_lines
 from oneloop.loop.training_state import State
 from oneloop.run.folder import Folder
-from oneloop.run.frozen_pass import compute_frozen
-from oneloop.run.mirrored_folder import MirroredFolder
-from oneloop.run.same_on_ranks import in_one_folder
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 
@@ -48,7 +45,10 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     _lock(job, run, folder, state)
 
     # Compute the outputs of a reference or a teacher, with the weights before the first step.
-    compute_frozen(job.task, state.model, run)
+    if hasattr(job.task, "frozen_model"):
+        from oneloop.run.frozen_pass import compute_frozen
+
+        compute_frozen(job.task, state.model, run)
 
     # Resume.
     with run.setting_up():
@@ -125,11 +125,16 @@ def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
 
     # Do the ranks share the folder? If not, only the mirror keeps the checkpoints.
     address = recipe.mirror
-    shared = not temporary and in_one_folder(
-        folder.path, run, recipe.machine.patience, required=address is None
-    )
-    if not isinstance(folder, MirroredFolder) or address is None:
+    shared = not temporary
+    if shared and run.ranks > 1:
+        from oneloop.run.same_on_ranks import in_one_folder
+
+        shared = in_one_folder(folder.path, run, recipe.machine.patience, required=address is None)
+    if address is None:
         return
+    from oneloop.run.mirrored_folder import MirroredFolder
+
+    assert isinstance(folder, MirroredFolder)
 
     # Rank 0 has the lease of the mirror; the other ranks write under it.
     lease = None

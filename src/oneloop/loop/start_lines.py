@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from oneloop.checks.repeats import DEPENDS
 from oneloop.checks.replicas import replica_group
-from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
@@ -17,7 +16,6 @@ from oneloop.launch.devices import missing_operators, unused
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
-from oneloop.optim.muon import Muon
 from oneloop.run.environment import computed_by
 from oneloop.task_protocol.evaluation_metrics import prefix
 
@@ -54,10 +52,13 @@ def start_lines(
     about = getattr(job.train_set, "about", lambda: None)()
     if about:
         yield f"data: {about}"
-    hosts = run.ranks // run.local_ranks
-    network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
-    if network:
-        yield network
+    if hasattr(job.train_set, "traffic"):
+        from oneloop.data.network_traffic import traffic_line
+
+        hosts = run.ranks // run.local_ranks
+        network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
+        if network:
+            yield network
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])
@@ -85,6 +86,8 @@ def start_lines(
     yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
+        from oneloop.optim.muon import Muon
+
         line = f"muon updates {matrices} matrices, adamw the rest"
         if isinstance(optimizer, Muon) and run.ranks > 1:
             line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"

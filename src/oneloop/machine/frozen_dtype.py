@@ -1,7 +1,7 @@
 """The dtypes of frozen parameters."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,8 @@ def hold_frozen(
     return []
 
 
-def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
+def _convert_matrices(frozen: Sequence[nn.Parameter], dtype: str, precision: str) -> None:
     # Products need one dtype, which autocast gives them.
-    frozen = list(frozen)
     if not frozen:
         raise ValueError(
             f"machine.base_dtype {dtype} requires frozen parameters, but none is; see "
@@ -94,15 +93,6 @@ def rounded(model: nn.Module, dtype: str | None) -> None:
         # as hold_frozen does
         if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):
             parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
-
-
-def count(parameter: Any) -> int:
-    """Return the number of elements of a parameter.
-
-    Of a 4-bit parameter, return that of the tensor that it encodes.
-    """
-    state = getattr(parameter, "quant_state", None)
-    return int(parameter.numel() if state is None else state.shape.numel())
 
 
 def _in_four_bits(weight: Any) -> bool:

@@ -17,14 +17,10 @@ import torch
 from filelock import FileLock
 from torch import nn
 
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.untrusted import delete
 
 _ALIGNED = 64  # bytes
-
-
-def local_processes() -> int:
-    """Return the number of processes of the run on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
@@ -33,7 +29,7 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
     Call it on every process of a host. The file is stored in the temporary folder (``TMPDIR``), and
     is deleted once the last process has mapped it. Raise OSError if the disk is full.
     """
-    if local_processes() == 1:
+    if local_ranks() == 1:
         return make()
 
     # The processes of a run have one parent, and one port.
@@ -46,7 +42,7 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
         model = make()
         _map(model, folder / "weights")
         done = len(list(folder.glob("done-*"))) + 1
-        if done == local_processes():
+        if done == local_ranks():
             delete(folder, inside=folder.parent)
         else:
             (folder / f"done-{os.getpid()}").touch()

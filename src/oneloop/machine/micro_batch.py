@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from oneloop.basics.memory import peak_memory
+from oneloop.basics.memory import is_out_of_memory, peak_memory
 from oneloop.basics.system.processes import die_with
 
 Steps = Callable[[int], object]  # runs complete training steps with a micro-batch of this size
@@ -87,14 +87,6 @@ def search(
             if tried.fits:
                 fitting.append(tried)
     return min(fitting, key=lambda tried: tried.seconds)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error means that the device or the host ran out of memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    known = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
 def is_outside_of_allocator(error: BaseException) -> bool:

@@ -15,7 +15,6 @@ from oneloop.basics import houses
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.recipe.expected import EXPECTED, MISFITS, OPTIONS
-from oneloop.recipe.synonyms import suggestion
 
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
@@ -141,6 +140,8 @@ def _split(group: str, name: str) -> tuple[str, str]:
     # A short name, or a module and a name in it.
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
+        from oneloop.recipe.synonyms import suggestion
+
         raise BadInput(
             f"{group}.name {name!r} is unknown; use {', '.join(known)}, or give the path of your "
             f"own (my_file.py:Name or module.Name){suggestion(name, known)}"

@@ -24,7 +24,6 @@ from oneloop.recipe.key_parser import common_parser, parser
 from oneloop.recipe.key_rules import wanted, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe
-from oneloop.recipe.synonyms import OF_TASKS, may_be_of_task, suggestion
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
 
@@ -71,16 +70,18 @@ def _check_without_imports(
         foreign.append("task.")
     else:
         known |= {f"task.{name}" for name in own}
-        known |= {key for key in OF_TASKS if key.split(".")[1] in own}
         foreign += [f"task.{name}." for name in own]
 
     # Reject unknown keys, but those that may turn out to be known after an import.
-    checked = []
-    for key in given:
-        late = key.startswith(tuple(foreign)) or (own is None and may_be_of_task(key))
-        if key in known or not late:
-            checked.append(key)
-    _reject_unknown(checked, known)
+    unknown = [key for key in given if key not in known and not key.startswith(tuple(foreign))]
+    if unknown:
+        from oneloop.recipe.synonyms import OF_TASKS, may_be_of_task
+
+        if own is None:
+            unknown = [key for key in unknown if not may_be_of_task(key)]
+        else:
+            known |= {key for key in OF_TASKS if key.split(".")[1] in own}
+        _reject_unknown(unknown, known)
 
     # Check the values of the keys that belong to oneloop.
     early = {key: value for key, value in given.items() if key in _types(made)}
@@ -273,6 +274,8 @@ def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
                 f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}"
             )
         if key not in known:
+            from oneloop.recipe.synonyms import suggestion
+
             near = suggestion(key, known)
             if "launcher" in near:  # its --help does not list the key
                 raise BadInput(f"unknown key {key!r}{near}")

@@ -15,7 +15,6 @@ from oneloop.basics.houses import missing
 from oneloop.basics.untrusted import parsed_yaml
 from oneloop.recipe.class_paths import CHOICES, only_task, path_of
 from oneloop.recipe.schema import GROUPS
-from oneloop.recipe.synonyms import suggestion
 
 RECIPES = resources.files("oneloop") / "tasks" / "recipes"
 
@@ -124,6 +123,8 @@ def _text_of_file(source: str) -> str:
                 f"recipe {source!r} is unknown, because {missing('a packaged task')}; use a YAML "
                 "file or a task (my_task.py:MyTask), or install oneloop again"
             )
+        from oneloop.recipe.synonyms import suggestion
+
         raise BadInput(
             f"recipe {source!r} is unknown; use {known} or a YAML "
             f"file{suggestion(source, packaged())}"

@@ -16,7 +16,6 @@ from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
-from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
 from oneloop.task_protocol.user_code import theirs
@@ -107,6 +106,8 @@ class InputCheck:
         """Return the keys of what is trained that differ from the recipe of a checkpoint."""
         if not self._same_recipe:
             return []
+        from oneloop.recipe.comparison import difference, only_extends
+
         old = there["recipe"]
         new = self.about["recipe"]
         changed = [] if only_extends(old, new) else difference(old, new)
@@ -175,6 +176,8 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         before: the recorded inputs.
         now: the current ones.
     """
+    from oneloop.recipe.comparison import same_data_path
+
     found: list[str] = []
     reported: dict[str, list[str]] = {}  # names of data sets by difference of their content
     compared = True

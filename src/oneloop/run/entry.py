@@ -13,7 +13,6 @@ from oneloop.launch.signals import leave, leave_at_once
 from oneloop.recipe.schema import Recipe
 from oneloop.run.failure import exits_are_errors, failed, report_error, words_of
 from oneloop.run.folder import Folder
-from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.preparation import prepared
 from oneloop.run.summary import end_of
 from oneloop.show.terminal import Display
@@ -97,6 +96,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     say = run.display.say
     folder: Folder
     if recipe.mirror:
+        from oneloop.run.mirrored_folder import MirroredFolder
+
         folder = MirroredFolder(recipe.folder, recipe.mirror, say=say)
     else:
         folder = Folder(recipe.folder, say=say)

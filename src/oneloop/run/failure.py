@@ -9,15 +9,13 @@ from typing import Any
 
 from oneloop.basics import exit_codes
 from oneloop.basics.launcher import rank, ranks
+from oneloop.basics.memory import is_out_of_memory
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.checkpoint.store import Store, step_of
 from oneloop.data.data_workers import end_workers
 from oneloop.job.build import Job
-from oneloop.job.find_micro_batch import explained
 from oneloop.launch.agreement import where
 from oneloop.launch.processes import Run
-from oneloop.machine.micro_batch import is_out_of_memory
-from oneloop.measure.profiling import memory_snapshot
 from oneloop.run.folder import Folder
 from oneloop.supervise.pipe import CHANNEL
 
@@ -34,6 +32,9 @@ def failed(
     end_workers(error)
     reason = words_of(error)
     if is_out_of_memory(error):
+        from oneloop.job.find_micro_batch import explained
+        from oneloop.measure.profiling import memory_snapshot
+
         # Write a snapshot if rank 0 has begun the run.
         if run.device.type == "cuda" and folder.path.is_dir():
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")

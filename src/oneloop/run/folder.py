@@ -20,7 +20,6 @@ from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
-from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
 from oneloop.show.metrics_file import parsed
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
@@ -128,6 +127,7 @@ class Folder:
         old = self._recipe()
         if old is None:
             return None
+        from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
 
         # Is it a run of this recipe? The user may have edited recipe.yaml.
         with damaged(f"{self.path}/recipe.yaml"):

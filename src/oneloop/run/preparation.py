@@ -2,12 +2,10 @@
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import Job, build_job
-from oneloop.job.find_micro_batch import find_micro
 from oneloop.launch.processes import Run
 from oneloop.machine.torch_settings import float32_products
 from oneloop.recipe.schema import Recipe
 from oneloop.run.folder import Folder
-from oneloop.run.same_on_ranks import reject_other_jobs
 from oneloop.run.source_code import another_file, source_changed
 
 
@@ -63,11 +61,19 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
     replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
     if replaced:
         run.display.say(replaced)
+    micro = None
     if isinstance(recipe.batch.micro, str):
+        from oneloop.job.find_micro_batch import find_micro
+
         with run.setting_up():
             build(1)
+        with run.setting_up():
+            micro = find_micro(recipe, run)
     with run.setting_up():
-        job = build(find_micro(recipe, run))
-    reject_other_jobs(job, run)
+        job = build(micro)
+    if run.ranks > 1:
+        from oneloop.run.same_on_ranks import reject_other_jobs
+
+        reject_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

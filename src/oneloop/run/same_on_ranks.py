@@ -44,8 +44,6 @@ def reject_other_jobs(job: Job, run: Run) -> None:
 
     Collective: call on every rank.
     """
-    if run.ranks == 1:
-        return
     one_host = run.local_ranks == run.ranks
     with run.setting_up():
         workers = run.workers(job.recipe.machine.workers)
@@ -200,9 +198,6 @@ def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) ->
     Raises:
         BadInput: a rank sees another folder, and it is ``required``.
     """
-    if run.ranks == 1:
-        return True
-
     # Wait until this rank sees the file that rank 0 wrote.
     file = folder / "owner.json"
     owner = run.from_main(_read(file) if run.main else None)

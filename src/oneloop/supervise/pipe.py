@@ -22,6 +22,8 @@ from oneloop.basics.system.processes import bytes_moved
 from oneloop.basics.system.signals import write_stacks_to
 from oneloop.supervise.crash_report import STACKS
 
+ADDRESS = "ONELOOP_WATCHED_AT"
+"""variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
 _ROOT = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}

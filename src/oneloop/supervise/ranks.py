@@ -13,11 +13,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from oneloop.basics.launcher import HOST
+from oneloop.basics.launcher import HOST, local_ranks
 from oneloop.supervise.crash_report import Cause
-
-ADDRESS = "ONELOOP_WATCHED_AT"
-"""variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
+from oneloop.supervise.pipe import ADDRESS
 
 # maximum bytes of a message, before and after authentication by the secret token
 _MAX_BYTES_UNKNOWN = 1 << 10
@@ -97,7 +95,7 @@ class Supervisors:
         self._token = ""
         self._server: socket.socket | None = None
         # whether all ranks are on this node
-        self._local = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
+        self._local = local_ranks() == ranks
         self._given_up_until = 0.0
 
     def listen(self) -> None:

@@ -123,7 +123,7 @@ def _serve(pipe: Connection, arguments: list[str], precision: str, warm: int, sc
     try:
         pipe.send(_train(arguments, warm))
     except BaseException as error:
-        from oneloop.machine.micro_batch import is_out_of_memory
+        from oneloop.basics.memory import is_out_of_memory
 
         last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
         pipe.send(Measured(fault="out of memory" if is_out_of_memory(error) else last))

@@ -21,6 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 import oneloop
 from oneloop.basics.files import cache_folder, replacing
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone
@@ -44,7 +45,7 @@ class FetchClient:
 
     def __init__(self) -> None:
         words = [os.environ.get(name, "") for name in _LAUNCHER]
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
+        if local_ranks() < 2:
             words = [str(os.getpid()), str(time.time_ns())]
         self.run = xxh3_64_hexdigest(" ".join([socket.gethostname(), *words]).encode())
         self._forget()

@@ -24,6 +24,7 @@ from filelock import FileLock
 
 from oneloop.basics.bucket import StoreError
 from oneloop.basics.files import one_line, replacing, writing
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.system.signals import on_stops
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
 from oneloop.tasks.rows.remote.footers import Footer, footers
@@ -34,7 +35,7 @@ from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore, open_stor
 # Requests at the same time. S3 sends 60 to 90 MB/s on a connection, so 16 fill 1 GB/s. At a
 # latency of 50 ms, 50 MB must be under way for that: 16 requests of 3 MB or more.
 _THREADS = 16
-_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this run on this host
+_RANKS = local_ranks()  # of this run on this host
 _FOOTERS = 64  # that stay parsed
 _URGENT = -1  # priority of a group that a process waits for; others have their step
 _NO_CLIENT = 2.0  # seconds without a connection after which the fetcher ends
