@@ -18,8 +18,9 @@ import random
 import sys
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -186,19 +187,15 @@ class Values:
         self._values: list[_Value] = []
         self._copied = copied
         self._left = _COPIED
+        self._roots = {id(root) for root in roots.values()}
         seen: dict[int, Any] = {}  # keeps them, so that no other object gets their address
-        own = {id(root) for root in roots.values()}
         waiting = [*roots.items()]
         while waiting and len(seen) < _MOST:
             name, value = waiting.pop()
             if isinstance(value, _PLAIN) or id(value) in seen:
                 continue
             seen[id(value)] = value
-            content = self._content_of(value)
-            if content is not None:
-                get, put = content
-                self._values.append(_Value(name, get(), get, put))
-            waiting += _inside(name, value, own=id(value) in own)
+            waiting += self._follow(name, value)
 
     def changed(self) -> list[str]:
         """Return the names of the values that differ now. Host sync."""
@@ -213,60 +210,56 @@ class Values:
             if not _same(value.before, value.get()):
                 value.put(value.before)
 
-    def _content_of(self, value: Any) -> tuple[Callable[[], Any], Callable[[Any], object]] | None:
-        """Return how to get and to set the content of a value; None: it is not followed."""
-        if isinstance(value, Tensor):
-            is_copied = id(value) in self._copied or self._fits(value)
-            return _tensor_content(value) if is_copied else None
-        if isinstance(value, np.ndarray):
-            plain = value.flags.writeable and not value.dtype.hasobject
-            if not (plain and self._fits(value)):
-                return None
-            return value.copy, lambda copy: np.copyto(value, copy)
+    def _keep(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
+        self._values.append(_Value(name, get(), get, put))
+
+    def _follow(self, name: str, value: Any) -> list[tuple[str, Any]]:
+        """Record the content of a value; return what it holds, with names."""
+        # Containers.
         if isinstance(value, _CONTAINERS):
-            return value.copy, lambda copy: _refill(value, copy)
-        if isinstance(value, torch.Generator):
-            return value.get_state, value.set_state
-        if isinstance(value, random.Random):
-            return value.getstate, value.setstate
-        if isinstance(value, np.random.RandomState):
-            return value.get_state, value.set_state
-        if isinstance(value, np.random.Generator):
+            self._keep(name, value.copy, partial(_refill, value))
+        if isinstance(value, dict):
+            inside = [(_inner_name(name, key), one) for key, one in value.items()]
+            return inside if len(value) <= _LONG else []
+        if isinstance(value, (*_CONTAINERS, tuple, frozenset)):
+            return [(name, one) for one in value] if len(value) <= _LONG else []
+
+        # Tensors, arrays and generators of random numbers.
+        if isinstance(value, Tensor):
+            if id(value) in self._copied or (_is_strided(value) and self._fits(value)):
+                self._keep(name, *_tensor_content(value))
+        elif isinstance(value, np.ndarray):
+            if value.flags.writeable and not value.dtype.hasobject and self._fits(value):
+                self._keep(name, value.copy, partial(np.copyto, value))
+        elif isinstance(value, torch.Generator | np.random.RandomState):
+            self._keep(name, value.get_state, value.set_state)
+        elif isinstance(value, random.Random):
+            self._keep(name, value.getstate, value.setstate)
+        elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            return lambda: (bits.state,), lambda state: setattr(bits, "state", *state)
-        if isinstance(value, type) and _is_own(value):
-            return lambda: _data_of(value), lambda data: _reset_class(value, data)
-        return None
+            self._keep(name, lambda: (bits.state,), lambda state: setattr(bits, "state", *state))
+
+        # Classes, and objects.
+        elif isinstance(value, type):
+            if not _is_own(value):
+                return []
+            self._keep(name, partial(_data_of, value), partial(_reset_class, value))
+            return [(f"{name}.{key}", one) for key, one in _data_of(value).items()]
+        elif isinstance(value, nn.Module) or id(value) in self._roots or _is_own(type(value)):
+            classes = [(kind.__name__, kind) for kind in type(value).__mro__]
+            return [(name, getattr(value, "__dict__", None)), *classes]
+        return []
 
     def _fits(self, value: Any) -> bool:
         """Return whether to copy a tensor or an array that is not of the model."""
-        if isinstance(value, Tensor):
-            # Sparse and fake tensors, and those of other libraries, cannot be read like this.
-            plain = type(value) is Tensor and value.layout is torch.strided
-            if not plain or value.device.type == "meta":
-                return False
         self._left -= value.nbytes
         return self._left >= 0
 
 
-def _inside(name: str, value: Any, *, own: bool) -> Iterable[tuple[str, Any]]:
-    """Yield what a value holds, with names. ``own``: follow an object of any library."""
-    if isinstance(value, dict):
-        if len(value) <= _LONG:
-            for key, one in value.items():
-                yield _inner_name(name, key), one
-    elif isinstance(value, tuple | frozenset | list | set | deque):
-        if len(value) <= _LONG:
-            for one in value:
-                yield name, one
-    elif isinstance(value, type):
-        if _is_own(value):
-            for key, one in _data_of(value).items():
-                yield f"{name}.{key}", one
-    elif isinstance(value, nn.Module) or own or _is_own(type(value)):
-        yield name, getattr(value, "__dict__", None)
-        for kind in type(value).__mro__:
-            yield kind.__name__, kind
+def _is_strided(tensor: Tensor) -> bool:
+    """Return whether elements can be read and written: a plain tensor, not sparse or fake."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    return plain and tensor.device.type != "meta"
 
 
 def _inner_name(name: str, key: Any) -> str:
