@@ -9,9 +9,8 @@ from torch import nn
 from oneloop.checkpoint.optimizer_trial import try_shards
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.dry_run import dry_run
-from oneloop.checks.evaluation_trial import check_doubling, check_metrics, graph_of
+from oneloop.checks.evaluation_trial import check_doubling, check_lengths, check_metrics, check_sets
 from oneloop.checks.rows import check_rows
-from oneloop.checks.samples import check_sets
 from oneloop.checks.sums import check_sums
 from oneloop.checks.training_trial import (
     check_gradients,
@@ -22,7 +21,7 @@ from oneloop.checks.training_trial import (
 )
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
-from oneloop.job.preflight_result import Others, Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.mixed_precision import reject_half_parameters
 
@@ -51,36 +50,22 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     # Each question raises BadInput if its answer prevents the run.
     with dry_run(job, run, model) as dry:
-        contract = dry.contract
-        notes = check_sets(job, dry.read)
+        check_sets(dry)
+        check_lengths(dry)
 
         # Evaluations.
-        if contract.whole:
+        if dry.contract.whole:
             check_rows(dry)
         with evaluating(dry.model):
-            drawing = graph_of(dry, notes)
-            notes += check_doubling(dry, drawing)
-            notes += check_metrics(dry)
+            check_doubling(dry)
+            check_metrics(dry)
 
         # Training.
-        first, last, moved = run_twice(dry)
-        check_units(dry, first, last)
-        stateful = check_losses(dry, first, last)
-        unused = check_gradients(dry, last)
-        metrics = check_outputs(contract, last)
-        not_summed = check_sums(dry, first)
-
-    return Preflight(
-        flops=last.flops / len(dry.micro_batch),
-        additive=contract.additive or contract.whole,
-        draws=contract.draws or first.draws or last.draws,
-        collate_draws=contract.collate_draws,
-        others=Others(drawn=first.others or last.others or job.tried.draws_others),
-        metrics=metrics,
-        unused=unused,
-        moved=moved,
-        stateful=stateful,
-        not_summed=not_summed,
-        graph=getattr(drawing, "graph", None),
-        notes=[*notes, *job.tried.notes],
-    )
+        (first, last), units = run_twice(dry)
+        check_units(dry, units)
+        check_losses(dry, first, last)
+        check_gradients(dry, last)
+        check_outputs(dry, last)
+        dry.found.not_summed = check_sums(dry, first)
+    dry.found.notes += job.tried.notes
+    return dry.found
