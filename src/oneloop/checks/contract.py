@@ -19,7 +19,7 @@ from torch import Tensor
 from oneloop.basics.exit_codes import BadInput
 from oneloop.checks.tolerance import near
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
-from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
+from oneloop.task_protocol.metric_collection import Collection, not_logged
 from oneloop.task_protocol.user_code import named, theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -39,8 +39,6 @@ class Contract:
         """whether the loss is over the whole global batch"""
         self.additive = bool(getattr(task, "additive", True)) and not self.whole
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
-        self.draws = False  # whether a call drew random numbers
-        self.collate_draws = False  # whether one of collate did
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
@@ -156,50 +154,37 @@ class Contract:
         return loss, dict(outputs or {})
 
     def check_metrics(
-        self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
+        self, made_by: str, metrics: Any, updated_by: str, *given: Mapping[str, Any]
     ) -> list[str]:
-        """Check metrics() and update() with a batch, if the task has them.
+        """Update metrics, and check what they compute; return lines about values that are not used.
 
         Args:
-            batch: a batch of ``collate``, on the device.
-            outputs: the outputs of its loss.
-            device: device of the metrics.
-
-        Returns:
-            Lines about values that are neither logged nor drawn.
-        """
-        if not hasattr(self.task, "metrics"):
-            return []
-        metrics = theirs(self.task, "metrics", lambda: on_device(self.task.metrics(), device))
-        theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
-        return self.check_computed("metrics", metrics)
-
-    def check_computed(self, member: str, metrics: Any) -> list[str]:
-        """Check what updated metrics compute; return lines about values that are not used.
-
-        Args:
-            member: the method that made the metrics.
+            made_by: the method that has made the metrics.
             metrics: on their device.
+            updated_by: the method that updates them.
+            given: its arguments after the metrics.
         """
+        update = getattr(self.task, updated_by)
+        theirs(self.task, updated_by, lambda: update(metrics, *given))
         try:
             computed = metrics.compute()
         except Exception:
             return []  # a few samples may not suffice
         if not isinstance(computed, Mapping):
             raise self.wrong(
-                member,
+                made_by,
                 f"computes {_describe(computed)}",
                 "let compute return a dict of named metrics",
             )
-        known = adapted(metrics, member)
+        known = adapted(metrics, made_by)
         values = known.compute()
-        scalars(values, member)  # raises ValueError if a value is not a number
+        scalars(values, made_by)  # raises ValueError if a value is not a number
         matrices(self.task, values)  # raises ValueError if names are missing
         left_out = known.left_out() if isinstance(known, Collection) else []
         return [*left_out, *not_logged(values)]
 
-    def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
-        """Check that a batch with a sample twice has twice the value of the sample.
+    def not_double(self, member: str, once: float, twice: float, tolerance: float) -> BadInput:
+        """Return the error for a batch with a sample twice that has not twice its value.
 
         Args:
             member: ``weight`` or ``loss``.
@@ -207,13 +192,10 @@ class Contract:
             twice: value for a batch with this sample twice.
             tolerance: relative tolerance for rounding.
         """
-        if near(2 * once, twice, tolerance):
-            return
-
         # Name the likely reason: twice the same value is a mean.
         if member == "weight":
             fix = "the weight of a batch is the sum of its samples'"
-        elif abs(twice - once) <= tolerance * abs(once):
+        elif near(once, twice, tolerance):
             fix = (
                 "that is a mean: return the SUM over samples (reduction='sum'); the loop divides "
                 "once, by the weight"
@@ -225,7 +207,7 @@ class Contract:
                 " If that is impossible (contrastive losses, mixup), set additive = False in "
                 "the class"
             )
-        raise self.wrong(
+        return self.wrong(
             member,
             f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice",
             fix,

@@ -5,38 +5,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
-from oneloop.basics.seeds import random_states, reseed
-from oneloop.basics.tensors import restored_buffers
+from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.checks.contract import Contract
-from oneloop.checks.passes import Measure, Pass, Wrapped, run_pass
+from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
-from oneloop.checks.state import Values, restored, state_hashes
+from oneloop.checks.state import Values, restored
+from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.step_batches import Batch, transferred
 from oneloop.job.build import Job
+from oneloop.job.preflight_result import Others, Preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.fsdp2_units import Units
 from oneloop.measure.flops import Operations
 from oneloop.task_protocol.user_code import theirs
-
-
-class TrialPass(NamedTuple):
-    """Result of one forward and backward over some samples."""
-
-    loss: float
-    outputs: dict[str, Any]
-    gradients: dict[str, Measure]  # by parameter; those that the loss does not use are missing
-    draws: bool  # whether random numbers were drawn
-    others: bool  # whether Python's or numpy's generator was used
-    units: list[str]  # FSDP2 units that ran
-    hashes: dict[str, int]  # of the model's tensors after the pass, if asked
-    flops: float  # floating-point operations, if asked
 
 
 @dataclass
@@ -48,93 +35,87 @@ class DryRun:
         job: what the recipe describes.
         run: this process.
         root: the model, bare or sharded by FSDP2.
-        model: the same, as the loss gets it.
         read: calls :class:`oneloop.checks.samples.TrialSamples`.
         values: the attributes of model, task and data sets as they were.
-        units: record which FSDP2 units run.
     """
 
     contract: Contract
     job: Job
     run: Run
     root: nn.Module
-    model: nn.Module
     read: SampleReader
     values: Values
-    units: Units
 
     def __post_init__(self) -> None:
+        contract = self.contract
+        wrapped = self.run.ranks > 1 and not self.run.sharded
+        self.model = Wrapped(self.root) if wrapped else self.root  # as the loss gets it
+        self.units = Units(self.root)  # which FSDP2 units run
+        self.rounding = rounding_of(self.job, self.run, self.root)
+        self.draws = False  # whether the model or the loss draw random numbers in training
+
         self.number: int = self.read(TRAINED)[0]  # of training samples
-        least = 2 if self.contract.whole else 1
+        least = 2 if contract.whole else 1
         self.micro_batch = range(min(self.number, max(self.job.layout.each, least)))
 
+        # The answers to the questions.
+        self.found = Preflight(
+            additive=contract.additive or contract.whole,
+            others=Others(drawn=self.job.tried.draws_others),
+        )
+
     def batch(
-        self, numbers: Sequence[int], *, member: str = TRAINED, load: int = 0, seed: int = 0
-    ) -> tuple[Batch, float]:
-        """Seed all generators, and collate samples; return the batch on the device and its weight.
+        self, numbers: Sequence[int], *, name: str = TRAINED, load: int = 0, seed: int = 0
+    ) -> Batch:
+        """Collate samples, and seed all generators; return the batch on the device.
 
         Args:
             numbers: positions among the first samples.
-            member: method of the task that returned the data set.
+            name: of the data set.
             load: 1 for the samples of the second load.
             seed: a different seed gives different random numbers.
         """
-        contract = self.contract
-        reseed(self.run.device, self.job.recipe.seed, seed, others=True)
+        found = self.found
         try:
-            batch, weight, draws = self.read(member, numbers, load)
+            batch, self.weight, draws = self.read(name, numbers, load, seed)
         except CannotSend as error:
-            raise contract.wrong(
+            raise self.contract.wrong(
                 "collate",
                 f"returned a batch that a data worker cannot send ({error})",
                 "return tensors, or load the data without workers (--machine.workers 0)",
             ) from error
-        if member == TRAINED:
-            contract.draws = contract.draws or draws
-            contract.collate_draws = contract.collate_draws or draws
-        return next(transferred(iter([batch]), self.run.device)), weight
+        if draws and name == TRAINED:
+            found.draws = found.collate_draws = True
+        reseed(self.run.device, self.job.recipe.seed, seed, others=True)
+        self.seeded = random_states(self.run.device)
+        return next(transferred(iter([batch]), self.run.device))
 
-    def train(self, batch: Batch, *, backward: bool = True, closely: bool = False) -> TrialPass:
-        """Run forward and backward over a batch; restore buffers.
+    def drew(self) -> bool:
+        """Return whether random numbers were drawn since the last batch was collated."""
+        return has_drawn(self.seeded, self.run.device)
 
-        Under FSDP2 it is collective: call it on every rank.
+    def train(
+        self,
+        batch: Batch,
+        *,
+        backward: bool = True,
+        operations: Operations | None = None,
+    ) -> Pass:
+        """Run forward and backward over a batch. Under FSDP2 it is collective.
 
         Args:
-            batch: of :meth:`batch`, just after it has set seeds.
+            batch: of :meth:`batch`, which has just set seeds.
             backward: whether to compute gradients.
-            closely: count operations, and hash the model's tensors.
+            operations: counts those of forward and backward.
 
         Raises:
             Inexact: FSDP2 would drop what the forward changes, or a gradient is sparse.
         """
-        model = self.model
-        operations = Operations(modules=self.run.sharded) if closely else None
-        call = partial(
-            run_pass,
-            model,
-            partial(self.contract.loss, model, batch),
-            backward=backward,
-            operations=operations,
-        )
-        before = random_states(self.run.device)
         self.units.forget()
-        with restored_buffers(model):
-            result: Pass = theirs(self.job.task, "loss", call)
-            hashes = state_hashes(model) if closely else {}
-        after = random_states(self.run.device)
-        flops = operations.total if operations else 0.0
-        return TrialPass(
-            *result, before != after, before[1] != after[1], self.units.calls, hashes, flops
-        )
-
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""
-        return self.run.any(flag) if self.run.sharded else flag
-
-
-def differing(before: dict[str, int], after: dict[str, int]) -> list[str]:
-    """Return the names of tensors that have other hashes, that are new, or that are gone."""
-    return [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        loss_of = partial(self.contract.loss, self.model, batch)
+        call = partial(run_pass, self.model, loss_of, backward=backward, operations=operations)
+        result: Pass = theirs(self.job.task, "loss", call)
+        return result
 
 
 @contextmanager
@@ -147,23 +128,24 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
         model: bare, or sharded by FSDP2.
     """
     contract = Contract(job.task)
-    wrapped = run.ranks > 1 and not run.sharded
 
     # Load the first samples, where the run reads its data.
     workers = run.workers(job.recipe.machine.workers)
-    samples = TrialSamples(job, None if workers else run.device)
+    samples = TrialSamples(job, torch.device("cpu") if workers else run.device)
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    restoring = restored(run.device, model=model, **_objects(job))
+
+    # The task's code may change these objects beside the model.
+    sets = {f"data set {name}": part for name, part in job.sets.items()}
+    restoring = restored(run.device, model=model, task=job.task, **sets)
     with SampleReader(samples, workers=workers) as read:
         try:
             with restoring as values, _task_state_restored(contract), eager:
-                seen = Wrapped(model) if wrapped else model
-                units = Units(model)
-                with units.closing:
-                    yield DryRun(contract, job, run, model, seen, read, values, units)
+                dry = DryRun(contract, job, run, model, read, values)
+                with dry.units.closing:
+                    yield dry
         except Inexact as error:
             raise BadInput(str(error)) from None
         except BadInput as error:
@@ -172,11 +154,6 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
                     f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
                 ) from error
             raise
-
-
-def _objects(job: Job) -> dict[str, Any]:
-    """Return the objects beside the model that the task's code may change."""
-    return {"task": job.task, **{f"data set {name}": part for name, part in job.sets.items()}}
 
 
 @contextmanager

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.seeds import has_drawn, random_states
-from oneloop.basics.wide_sums import on_host
 from oneloop.checks.contract import Contract
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
-from oneloop.checks.tolerance import limits_of, tolerance_of
-from oneloop.data.step_batches import Batch
+from oneloop.checks.tolerance import apart
 from oneloop.evaluation import evaluating
 from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import Parts, columns_of
@@ -26,17 +23,17 @@ from oneloop.task_protocol.whole_batch import Parts, columns_of
 _PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"
 _COPIES = 4  # samples of the smaller batch in the check for a mean
 
+Rows = list[dict[str, Tensor]]
+"""of each sample its row of each part; of a 0-dim part all of it"""
 
-class _Rows(NamedTuple):
-    """Embeddings of the same samples."""
 
-    together: Parts
-    reverse: Parts  # in the reverse order
-    again: Parts  # of the first sample
-    copies: Parts  # of the first sample, as often as there are samples
-    alone: Sequence[Parts]  # of each sample
-    columns: dict[str, Tensor]
-    draws: bool  # whether random numbers were drawn
+class _Embedded(NamedTuple):
+    """Rows of the same samples."""
+
+    together: Rows
+    reverse: Rows  # from a batch in the reverse order, but in the same order
+    alone: Rows
+    again: Rows  # of the first sample: alone, and several times in a batch
 
 
 def check_rows(dry: DryRun) -> None:
@@ -47,13 +44,11 @@ def check_rows(dry: DryRun) -> None:
     """
     with evaluating(dry.model):
         rows = _embedded(dry)
-        if not rows.draws:
+        if not (dry.drew() or dry.found.collate_draws):
             _compare(dry, rows)
-        _check_loss(dry.contract, rows.together, rows.columns)
-    compute = partial(_embedded, dry)
     _check_passes(dry)
-    with torch.no_grad(), without_draws(dry.model, dry.root, compute) as (trained, _):
-        if trained is not None:
+    with without_draws(dry, partial(_embedded, dry)) as (trained, _):
+        if not (trained is None or dry.found.collate_draws):
             _compare(dry, trained)
 
 
@@ -61,19 +56,20 @@ def _check_passes(dry: DryRun) -> None:
     """Check that both passes of a step get the same parts, whatever is drawn."""
     results = []
     for seed, gradients in ((0, False), (0, True), (1, False)):
-        batch, _ = dry.batch(range(dry.number), seed=seed)
+        batch = dry.batch(range(dry.number), seed=seed)
         with torch.set_grad_enabled(gradients):
-            results.append(parts_of(dry.contract, dry.model, batch))
+            results.append(parts_of(dry.contract, dry.model, batch, dry.number))
     first, second, other = results
-    tolerance = tolerance_of(dry.job, dry.run, dry.model)
+    _check_loss(dry.contract, other, columns_of(dry.job.task, batch))
+    tolerance = dry.rounding.tolerance
     for name, part in first.items():
-        if _apart([part], [second[name]]) > tolerance:
+        if apart([part], [second[name]]) > tolerance:
             raise dry.contract.wrong(
                 "embed",
                 f"returned {name!r} with other values for the same micro-batch and random numbers",
                 "it runs twice, without gradients and with them: use torch's global generator",
             )
-        if not part.ndim and _apart([part], [other[name]]) > tolerance:
+        if not part.ndim and apart([part], [other[name]]) > tolerance:
             raise dry.contract.wrong(
                 "embed",
                 f"returned {name!r}, which is 0-dim and differs between micro-batches",
@@ -81,34 +77,40 @@ def _check_passes(dry: DryRun) -> None:
             )
 
 
-def _embedded(dry: DryRun) -> _Rows:
-    """Embed the samples in both orders, and alone."""
+@torch.no_grad()
+def _embedded(dry: DryRun) -> _Embedded:
+    """Embed the samples in both orders, each alone, and the first one several times."""
+
+    def rows(numbers: Sequence[int]) -> Rows:
+        batch = dry.batch(numbers)
+        parts = parts_of(dry.contract, dry.model, batch, len(numbers))
+        found = []
+        for at in range(len(numbers)):
+            found.append({name: part[at] if part.ndim else part for name, part in parts.items()})
+        return found
+
     samples = range(dry.number)
-    several = [samples, samples[::-1], [0], [0] * dry.number]
-    single = [[at] for at in samples]
-    batches = [dry.batch(numbers)[0] for numbers in [*several, *single]]
-    before = random_states(dry.run.device)
-    together, reverse, again, copies, *alone = (
-        parts_of(dry.contract, dry.model, batch) for batch in batches
-    )
-    draws = has_drawn(before, dry.run.device) or dry.contract.draws
-    columns = columns_of(dry.job.task, batches[0])
-    return _Rows(together, reverse, again, copies, alone, columns, draws)
+    together = rows(samples)
+    alone = [rows([at])[0] for at in samples]
+    again = rows([0]) + rows([0] * dry.number)
+    return _Embedded(together, rows(samples[::-1])[::-1], alone, again)
 
 
-def parts_of(contract: Contract, model: Any, batch: Batch) -> dict[str, Tensor]:
+def parts_of(
+    contract: Contract, model: Any, batch: Mapping[str, Any], samples: int
+) -> dict[str, Tensor]:
     """Return the checked result of ``embed``.
 
     Args:
         contract: checks of the task.
         model: the model.
-        batch: the batch, with the indices of its samples.
+        batch: a batch of ``collate``.
+        samples: number of its samples.
 
     Raises:
         BadInput: parts or columns are not rows per sample.
     """
     task = contract.task
-    samples = len(batch["index"])
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
     for name, version in versions.items():
@@ -147,48 +149,42 @@ def parts_of(contract: Contract, model: Any, batch: Batch) -> dict[str, Tensor]:
     return dict(parts)
 
 
-def _compare(dry: DryRun, found: _Rows) -> None:
+def _compare(dry: DryRun, found: _Embedded) -> None:
     """Check that the parts of a sample do not depend on the other samples of its batch.
 
     Raises:
         BadInput: they depend on them.
     """
-    number = dry.number
-    for name, part in found.together.items():
-        together = _rows(part, number)
-        reverse = _rows(found.reverse[name], number)
-        copies = _rows(found.copies[name], number)
-        [again] = _rows(found.again[name], 1)
-        alone = [_rows(one[name], 1)[0] for one in found.alone]
+    for name in found.together[0]:
+        together, reverse, alone, again = ([row[name] for row in rows] for rows in found)
+        shape = together[0].shape
         for row in alone:
-            if row.shape != together[0].shape:
+            if row.shape != shape:
                 raise dry.contract.wrong(
                     "embed",
-                    f"returned {name!r} with rows of shape {tuple(part.shape[1:])} for "
-                    f"{number} samples, and {tuple(row.shape)} for one",
+                    f"returned {name!r} with rows of shape {tuple(shape)} for {len(together)} "
+                    f"samples, and {tuple(row.shape)} for one",
                     "let all rows have one shape",
                 )
 
         # The control: the first sample again, and in a batch of its copies.
-        limits = limits_of(dry.job, dry.run, dry.model)
-        noise = max(_apart(alone[:1], [again]), _apart(copies, alone[:1] * number))
-        most = tolerance_of(dry.job, dry.run, dry.model)
-        limit = limits._replace(most=most).allow(noise)
-        if max(_apart(together, alone), _apart(reverse, alone[::-1])) <= limit:
+        noise = apart(again, alone[:1] * len(again))
+        limit = min(dry.rounding.tolerance, dry.rounding.limit(noise))
+        if max(apart(together, alone), apart(reverse, alone)) <= limit:
             continue
 
         # Find out why they differ.
-        if _apart(alone[:1], [again]) > limit:
+        if apart(alone[:1], again[:1]) > limit:
             problem = "has other values for the same sample the next time"
             fix = "use torch's global generator"
-        elif not part.ndim:
+        elif together[0] is together[-1]:
             some = ", ".join(f"{float(value):.6g}" for value in alone[:3])
             problem = f"is 0-dim, but depends on the batch: {some}"
             fix = "give it one row per sample"
-        elif all(any(_apart([row], [other]) <= limit for other in alone) for row in together):
+        elif all(any(apart([row], [other]) <= limit for other in alone) for row in together):
             problem = "has its rows in another order than the batch"
             fix = "keep the order of the samples"
-        elif _apart(together, reverse) == 0:
+        elif apart(together, reverse[::-1]) == 0:
             problem = "does not depend on the batch"
             fix = "return a row for each sample, computed from this sample"
         else:
@@ -198,30 +194,6 @@ def _compare(dry: DryRun, found: _Rows) -> None:
                 "sample only"
             )
         raise dry.contract.wrong("embed", f"returned {name!r}, which {problem}", fix)
-
-
-def _rows(part: Tensor, number: int) -> list[Tensor]:
-    """Return the row of each sample. A 0-dim part has none: each sample gets the whole."""
-    return [*part] if part.ndim else [part] * number
-
-
-def _apart(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest difference of two rows, relative to their largest finite value.
-
-    Two values that are not finite are equal; the difference is infinite if only one is finite.
-    """
-    a, b = (on_host(torch.stack([*rows])) for rows in (some, others))
-    if not a.numel():
-        return 0.0
-    difference = torch.where(a.isfinite() | b.isfinite(), (a - b).abs(), 0.0)
-    size = torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0)
-    relative = _largest(difference.nan_to_num(torch.inf)) / _largest(size)
-    return float(relative.nan_to_num(0.0).max())
-
-
-def _largest(rows: Tensor) -> Tensor:
-    """Return the largest value of each row."""
-    return rows.reshape(len(rows), -1).amax(1)
 
 
 def _check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checks.dry_run import DryRun, TrialPass
+from oneloop.basics.tensors import restored_buffers
+from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
-from oneloop.checks.passes import Measure
-from oneloop.checks.tolerance import limits_of
-from oneloop.data.step_batches import Batch
+from oneloop.checks.passes import Measure, Pass
 
 _NONE = Measure(0.0, 0.0, 0.0)
 
@@ -32,7 +31,7 @@ class Distance(NamedTuple):
         return max(self.loss, self.gradient) > limit
 
 
-def distance(whole: TrialPass, parts: Sequence[TrialPass]) -> Distance:
+def distance(whole: Pass, parts: Sequence[Pass]) -> Distance:
     """Return how far loss and gradients of a batch are from the sums of its parts."""
     losses = [part.loss for part in parts]
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
@@ -59,7 +58,7 @@ def _relative(whole: float, parts: Sequence[float], size: float) -> float:
     return apart / size if 0.0 < size < math.inf else apart
 
 
-def check_sums(dry: DryRun, first: TrialPass) -> str:
+def check_sums(dry: DryRun, first: Pass) -> str:
     """Return the name of a parameter whose gradient is not the sum of those of the samples.
 
     Return an empty text if there is none. Collective under FSDP2: call on every rank.
@@ -73,80 +72,76 @@ def check_sums(dry: DryRun, first: TrialPass) -> str:
     """
     if not dry.contract.additive or dry.number < 2:
         return ""
-    sums = _Sums(dry)
-    known = first if len(dry.micro_batch) == dry.number else None
-    compute = partial(sums.of, range(dry.number))
+    everything = range(dry.number)
+    known = len(dry.micro_batch) == dry.number
+    compute = partial(_train, dry, everything)
     try:
-        with without_draws(dry.model, dry.root, compute, known) as (whole, mode):
+        with without_draws(dry, compute, first if known else None) as (whole, mode):
             # If random numbers are always drawn, a sample alone would get others.
-            return "" if whole is None else sums.compare(whole, mode)
-    except torch.OutOfMemoryError:  # they may be more than a micro-batch has
+            return "" if whole is None else _compare(dry, whole, mode)
+    except _NoRows:
+        return ""
+    except torch.OutOfMemoryError:
+        if known:
+            raise
+        return ""  # more samples than a micro-batch has
+
+
+class _NoRows(Exception):
+    """A batch of which collate draws, and which has values that cannot be divided."""
+
+
+def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
+    """Return a parameter whose gradients do not add up. Raise BadInput if the losses do not."""
+    rounding = dry.rounding
+    everything = range(dry.number)
+    parts = [everything[at : at + 1] for at in everything]
+    try:
+        sums = [_train(dry, part) for part in parts]
+    except BadInput:  # the loss needs several samples: compare the halves
+        half = dry.number // 2
+        parts = [everything[:half], everything[half:]]
+        sums = [_train(dry, part) for part in parts]
+    found = distance(whole, sums)
+    if not dry.run.any(found.exceeds(rounding.least)):
         return ""
 
+    # The control: the same samples again, and in reverse order.
+    again = _train(dry, everything)
+    repeated = distance(whole, [again])
+    controls = [repeated]
+    for part, one in zip([everything, *parts], [again, *sums], strict=True):
+        controls.append(distance(one, [_train(dry, part[::-1])]))
+    loss = rounding.limit(max(control.loss for control in controls))
+    gradient = rounding.limit(max(control.gradient for control in controls))
 
-class _Sums:
-    """Losses and gradients of some of the first samples."""
+    # A model that keeps state has no such sums; other checks report it.
+    if dry.run.any(repeated.exceeds(rounding.most)):
+        return ""
+    if found.loss > loss:
+        raise dry.contract.wrong_sum(whole.loss, [one.loss for one in sums], mode)
+    return found.name if found.gradient > gradient else ""
 
-    def __init__(self, dry: DryRun) -> None:
-        self._dry = dry
-        self._comparable = True  # whether the batch can be divided
 
-    def compare(self, whole: TrialPass, mode: str) -> str:
-        """Return a parameter whose gradients do not add up. Raise BadInput if the losses do not."""
-        dry = self._dry
-        limits = limits_of(dry.job, dry.run, dry.model)
-        parts, sums = self._divided()
-        found = distance(whole, sums)
-        if not self._comparable or not dry.any(found.exceeds(limits.least)):
-            return ""
+def _train(dry: DryRun, places: range) -> Pass:
+    """Return the result of a pass over these samples, with the same seeds each time."""
+    batch = dry.batch(places)
 
-        # The control: the same samples again, and in reverse order.
-        everything = range(dry.number)
-        again = self.of(everything)
-        repeated = distance(whole, [again])
-        controls = [repeated, distance(again, [self.of(everything[::-1])])]
-        for part, one in zip(parts, sums, strict=True):
-            controls.append(distance(one, [self.of(part[::-1])]))
-        loss = limits.allow(max(control.loss for control in controls))
-        gradient = limits.allow(max(control.gradient for control in controls))
+    # If collate draws, take the rows of the whole batch, which has other random numbers.
+    if dry.found.collate_draws:
+        whole = dry.batch(range(dry.number))
+        for name, value in batch.items():
+            batch[name] = _rows(whole[name], value, places, dry.number)
+    with restored_buffers(dry.model):
+        return dry.train(batch)
 
-        # A model that keeps state has no such sums; other checks report it.
-        if dry.any(repeated.exceeds(limits.most)):
-            return ""
-        if found.loss > loss:
-            raise dry.contract.wrong_sum(whole.loss, [one.loss for one in sums], mode)
-        return found.name if found.gradient > gradient else ""
 
-    def _divided(self) -> tuple[list[range], list[TrialPass]]:
-        """Return the parts of the batch, and their results: each sample, or else the halves."""
-        number = self._dry.number
-        single = [range(at, at + 1) for at in range(number)]
-        try:
-            return single, [*map(self.of, single)]
-        except BadInput:  # the loss needs several samples
-            halves = [range(number // 2), range(number // 2, number)]
-            return halves, [*map(self.of, halves)]
-
-    def of(self, places: range) -> TrialPass:
-        """Run forward and backward over these samples, with the same seeds each time."""
-        return self._dry.train(self._batch(places))
-
-    def _batch(self, places: range) -> Batch:
-        """Return the batch of these samples."""
-        batch, _ = self._dry.batch(places)
-
-        # If collate draws, take the rows of the whole batch, which has other random numbers.
-        if self._dry.contract.draws:
-            whole, _ = self._dry.batch(range(self._dry.number))
-            for name, value in batch.items():
-                batch[name] = self._rows(whole[name], value, places)
-        return batch
-
-    def _rows(self, whole: Any, part: Any, places: range) -> Any:
-        """Return what belongs to these samples, of a value of the whole batch."""
-        is_tensor = isinstance(part, Tensor)
-        if isinstance(part, list | tuple) or (is_tensor and part.ndim):
-            if (len(whole), len(part)) == (self._dry.number, len(places)):
-                return whole[[*places]] if is_tensor else [whole[at] for at in places]
-            self._comparable = self._comparable and is_tensor and whole.shape == part.shape
-        return whole
+def _rows(whole: Any, part: Any, places: range, number: int) -> Any:
+    """Return what belongs to these samples, of a value of the whole batch."""
+    is_tensor = isinstance(part, Tensor)
+    if isinstance(part, list | tuple) or (is_tensor and part.ndim):
+        if (len(whole), len(part)) == (number, len(places)):
+            return whole[[*places]] if is_tensor else [whole[at] for at in places]
+        if not is_tensor or whole.shape != part.shape:
+            raise _NoRows
+    return whole

@@ -1,32 +1,49 @@
 """Up to which difference two results are equal, in the checks before a run."""
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from oneloop.basics.wide_sums import on_host
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 
 _NOISY = 10.0  # a distance may be this multiple of the control's
 
 
-class Limits(NamedTuple):
-    """Limits of a relative distance that counts as rounding."""
+class Rounding(NamedTuple):
+    """Relative differences that count as rounding."""
 
-    least: float
-    most: float  # even if the control differs more
+    tolerance: float  # of two results of the same sum
+    least: float  # of two sums over the same samples
+    most: float  # of these, even if the control differs more
 
-    def allow(self, noise: float) -> float:
-        """Return the limit, by the largest distance of a control."""
+    def limit(self, noise: float) -> float:
+        """Return the limit for two sums, by the largest distance of a control."""
         return max(self.least, min(_NOISY * noise, self.most))
 
 
 # The error of float64 is about 1e-13 in deep models, and the start-up log promises 1e-6.
-_FLOAT64 = Limits(1e-9, 1e-6)
-_FLOAT32 = Limits(4e-6, 1e-3)  # 32 units of float32's last place
-_HALF = Limits(3e-2, 0.3)
+_FLOAT64 = Rounding(1e-9, 1e-9, 1e-6)
+_FLOAT32 = Rounding(1e-4, 4e-6, 1e-3)  # 4e-6: 32 units of float32's last place
+_HALF = Rounding(3e-2, 3e-2, 0.3)
+
+
+def rounding_of(job: Job, run: Run, model: nn.Module) -> Rounding:
+    """Return which differences count as rounding in this run."""
+    if job.dtype is torch.float64:
+        return _FLOAT64
+    narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    mixed = run.accelerator.mixed_precision != "no"
+    return _HALF if narrow or mixed or job.recipe.machine.matmul != "highest" else _FLOAT32
+
+
+def tolerance_of(job: Job, run: Run, model: nn.Module) -> float:
+    """Return the relative tolerance for rounding of sums."""
+    return rounding_of(job, run, model).tolerance
 
 
 def near(a: float, b: float, tolerance: float) -> bool:
@@ -39,19 +56,22 @@ def near(a: float, b: float, tolerance: float) -> bool:
     return abs(a - b) <= tolerance * abs(a)
 
 
-def tolerance_of(job: Job, run: Run, model: nn.Module) -> float:
-    """Return the relative tolerance for rounding of sums."""
-    narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    mixed = run.accelerator.mixed_precision != "no"
-    if narrow or mixed or job.recipe.machine.matmul != "highest":
-        return 3e-2
-    if job.dtype is torch.float64:
-        return 1e-9
-    return 1e-4
+def apart(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """Return the largest difference of pairs of tensors, relative to their largest finite value.
+
+    Two values that are not finite are equal; the difference is infinite if only one of them is
+    finite.
+    """
+    most = 0.0
+    for pair in zip(some, others, strict=True):
+        one, other = map(on_host, pair)
+        if not torch.equal(one.isfinite(), other.isfinite()):
+            return math.inf
+        difference, *sizes = map(_largest, (one - other, one, other))
+        most = max(most, difference / max(*sizes, math.ulp(0.0)))
+    return most
 
 
-def limits_of(job: Job, run: Run, model: nn.Module) -> Limits:
-    """Return the limits of a distance between two sums over the same samples."""
-    if job.dtype is torch.float64:
-        return _FLOAT64
-    return _HALF if tolerance_of(job, run, model) > 1e-3 else _FLOAT32
+def _largest(values: Tensor) -> float:
+    """Return the largest absolute value that is finite."""
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0

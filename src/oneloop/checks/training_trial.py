@@ -1,37 +1,57 @@
 """Check task and model in training mode, on a few samples before a run."""
 
+from collections.abc import Sequence
+
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
-from oneloop.checks.contract import Contract
-from oneloop.checks.dry_run import DryRun, TrialPass, differing
-from oneloop.checks.passes import changed
+from oneloop.basics.seeds import other_states
+from oneloop.basics.tensors import restored_buffers
+from oneloop.checks.dry_run import DryRun
+from oneloop.checks.passes import Pass, changed
 from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import state_hashes
-from oneloop.checks.tolerance import near, tolerance_of
+from oneloop.checks.tolerance import near
 from oneloop.data.sample_checksums import IN_PLACE
 from oneloop.job.preflight_result import metric_names
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units
+from oneloop.measure.flops import Operations
 from oneloop.measure.meter import OWN_METRICS
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units
 
 
-def run_twice(dry: DryRun) -> tuple[TrialPass, TrialPass, list[str]]:
-    """Run a micro-batch twice with the same seeds; also return what a forward changes, by name.
+def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
+    """Run a micro-batch twice with the same seeds; also return which units of FSDP2 have run.
+
+    Find out what a forward changes, whether it draws random numbers, and how much it computes.
 
     Raises:
         BadInput: a forward changes what it must not change.
     """
-    before = state_hashes(dry.model)
-    trained = [(name, p) for name, p in dry.model.named_parameters() if p.requires_grad]
+    model = dry.model
+    found = dry.found
+    moved = found.moved
+    before = state_hashes(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     passes = []
-    moved: dict[str, None] = {}
+    units = []
     for load in (0, 1):
-        batch, _ = dry.batch(dry.micro_batch, load=load)
-        passes.append(dry.train(batch, closely=True))
-        moved |= dict.fromkeys(differing(before, passes[-1].hashes))
+        batch = dry.batch(dry.micro_batch, load=load)
+        operations = Operations(modules=dry.run.sharded)
+        with restored_buffers(model):
+            passes.append(dry.train(batch, operations=operations))
+            after = state_hashes(model)
+        units.append(dry.units.calls)
+        for name in {**before, **after}:
+            if before.get(name) != after.get(name) and name not in moved:
+                moved.append(name)
+        dry.draws = dry.draws or dry.drew()
+        if dry.seeded[1] != other_states():
+            found.others.drawn = True
+    found.draws = found.draws or dry.draws
+    found.flops = operations.total / len(dry.micro_batch)
 
     # Each process would change its own copy.
     for name, parameter in trained:
@@ -45,34 +65,41 @@ def run_twice(dry: DryRun) -> tuple[TrialPass, TrialPass, list[str]]:
         raise BadInput(changed(parameters[0]))
     if moved and dry.job.exact:
         raise BadInput(
-            "batch.grain requires the same buffers on every process, but "
-            f"{changed(next(iter(moved)))}"
+            f"batch.grain requires the same buffers on every process, but {changed(moved[0])}"
         )
-    return passes[0], passes[1], [*moved]
+    return passes, units
 
 
-def check_units(dry: DryRun, first: TrialPass, last: TrialPass) -> None:
-    """Check that all batches run the same FSDP2 units. Raise BadInput if they do not."""
-    error = other_units([first.units, last.units], by="a state of the model")
+def check_units(dry: DryRun, units: Sequence[Sequence[str]]) -> None:
+    """Check that all batches run the same FSDP2 units. Raise BadInput if they do not.
+
+    Args:
+        dry: the dry run.
+        units: what each pass over the micro-batch has run.
+    """
+    error = other_units(units, by="a state of the model")
 
     # Which units run may depend on random numbers (LayerDrop), or on the sample.
-    several = len(set(first.units)) > 1 and not has_batch_statistics(dry.model)
-    if several and first.draws and not error:
+    several = len(set(units[0])) > 1 and not has_batch_statistics(dry.model)
+    if several and dry.draws and not error:
         drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
         error = other_units(drawn, by="random numbers (LayerDrop)")
     if several and not error:
-        error = other_units([_units(dry, range(at, at + 1)) for at in range(dry.number)])
+        error = other_units([_units(dry, [at]) for at in range(dry.number)])
     if error:
         raise BadInput(error)
 
 
-def _units(dry: DryRun, numbers: range, seed: int = 0) -> list[str]:
+def _units(dry: DryRun, numbers: Sequence[int], seed: int = 0) -> list[str]:
     """Return the units that run for these samples."""
-    return dry.train(dry.batch(numbers, seed=seed)[0], backward=False).units
+    batch = dry.batch(numbers, seed=seed)
+    with restored_buffers(dry.model):
+        dry.train(batch, backward=False)
+    return dry.units.calls
 
 
-def check_losses(dry: DryRun, first: TrialPass, last: TrialPass) -> str:
-    """Return why the same samples and seeds do not give the same loss; empty if they do.
+def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
+    """Find out why the same samples and seeds do not give the same loss.
 
     Args:
         dry: the dry run.
@@ -83,17 +110,21 @@ def check_losses(dry: DryRun, first: TrialPass, last: TrialPass) -> str:
         BadInput: the run must be the same each time.
     """
     losses = first.loss, last.loss
-    stateful: str = dry.read(TRAINED)[1]
-    if not stateful.endswith((IN_PLACE, BY_COLLATE)):
-        cause = stateful or OWN_STATE
-        if not stateful and dry.run.device.type != "cpu" and near(*losses, 1e-5):
-            cause = "a kernel of the device is not deterministic (see machine.deterministic)"
+    cause: str = dry.read(TRAINED)[1]
+    if cause.endswith((IN_PLACE, BY_COLLATE)):
+        stateful = cause
+    elif near(*losses, 1e-3 * dry.rounding.tolerance):
         stateful = ""
-        if not near(*losses, 1e-3 * tolerance_of(dry.job, dry.run, dry.model)):
-            stateful = (
-                f"the same samples and seeds give a different loss ({losses[0]:.9g} and "
-                f"{losses[1]:.9g}): {cause}"
-            )
+    else:
+        if not cause:
+            cause = OWN_STATE
+            if dry.run.device.type != "cpu" and near(*losses, 1e-5):
+                cause = "a kernel of the device is not deterministic (see machine.deterministic)"
+        stateful = (
+            f"the same samples and seeds give a different loss ({losses[0]:.9g} and "
+            f"{losses[1]:.9g}): {cause}"
+        )
+    dry.found.stateful = stateful
     if stateful and dry.job.exact:
         raise BadInput(
             "batch.grain requires that the same samples with the same seeds give the same loss, "
@@ -110,13 +141,12 @@ def check_losses(dry: DryRun, first: TrialPass, last: TrialPass) -> str:
             f"machine.recompute {recompute} computes blocks a second time, but {stateful}. Use "
             "torch's global generator, or machine.recompute none"
         )
-    return stateful
 
 
-def check_gradients(dry: DryRun, last: TrialPass) -> list[str]:
-    """Return the trained parameters that get no gradient. Raise BadInput if DDP would wait."""
-    unused = []
-    for name, parameter in dry.model.named_parameters():
+def check_gradients(dry: DryRun, last: Pass) -> None:
+    """Find the trained parameters that get no gradient. Raise BadInput if DDP would wait."""
+    unused = dry.found.unused
+    for name, parameter in dry.root.named_parameters():
         if parameter.requires_grad and bare_name(name) not in last.gradients:
             unused.append(bare_name(name))
 
@@ -131,17 +161,15 @@ def check_gradients(dry: DryRun, last: TrialPass) -> list[str]:
             "(requires_grad_(False) in model()), or, if other steps, samples or random numbers use "
             "them, set --machine.find_unused_parameters true"
         )
-    return unused
 
 
-def check_outputs(contract: Contract, last: TrialPass) -> tuple[str, ...]:
-    """Return the names of the metrics among the outputs of a loss."""
-    names = metric_names(last.outputs)
-    for name in names:
+def check_outputs(dry: DryRun, last: Pass) -> None:
+    """Find the metrics among the outputs of a loss."""
+    dry.found.metrics = metric_names(last.outputs)
+    for name in dry.found.metrics:
         if f"train/{name}" in OWN_METRICS:
-            raise contract.wrong(
+            raise dry.contract.wrong(
                 "loss",
                 f"returned the output {name!r}",
                 f"oneloop also logs train/{name}: rename it",
             )
-    return names

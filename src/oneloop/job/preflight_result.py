@@ -37,9 +37,9 @@ class Others:
         self.drawn = self.drawn or bool(state["drawn"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Preflight:
-    """Result of the preflight check."""
+    """Result of the preflight check, whose questions fill it in one after another."""
 
     flops: float = 0.0  # floating-point operations of training on one sample
     additive: bool = True  # whether the loss of a batch is the sum of its samples' losses
@@ -54,7 +54,7 @@ class Preflight:
     not_summed: str = ""
     """a parameter whose gradient of a batch is not the sum of those of its samples"""
     graph: Any = None  # the model graph for TensorBoard, on rank 0
-    notes: list[str] = field(default_factory=list)  # remarks on evaluations
+    notes: list[str] = field(default_factory=list)  # remarks for the start-up log
 
 
 def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:

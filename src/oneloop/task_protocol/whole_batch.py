@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import Inexact
@@ -77,27 +76,3 @@ def loss_alone(
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
     detached = {name: part.detach() for name, part in parts.items()}
     return loss, {**detached, **(outputs or {})}
-
-
-def apart(some: Tensor, others: Tensor) -> Tensor:
-    """Return the largest difference of two tensors, relative to their largest finite value, 0-dim.
-
-    Two values that are not finite are equal; the difference is infinite if only one of them is
-    finite.
-    """
-    if not some.numel():
-        return torch.zeros((), device=some.device)
-    if not some.is_floating_point():
-        some = some.float()
-    if not others.is_floating_point():
-        others = others.float()
-    alike = torch.where(some.isfinite() == others.isfinite(), 0.0, torch.inf)
-    both_finite = some.isfinite() & others.isfinite()
-    difference = torch.where(both_finite, (some - others).abs(), alike)
-    size = torch.maximum(_largest(some), _largest(others))
-    return (difference.max() / size).float().nan_to_num(0.0, torch.inf)
-
-
-def _largest(values: Tensor) -> Tensor:
-    """Return the largest absolute value that is finite, 0-dim."""
-    return values.nan_to_num(0.0, 0.0, 0.0).abs().max()
