@@ -1,36 +1,22 @@
 """Standard output and errors that cannot end a run."""
 
 import io
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 _NAMES = ("stdout", "stderr")
 
 
-class _Lossy(io.RawIOBase):
-    """Writes to the file descriptor of a stream, and drops what cannot be written: the disk is
-    full, or the reader has closed the pipe."""
+class _Lossy(io.FileIO):
+    """Drops what cannot be written: the disk is full, or the reader has closed the pipe."""
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        self._stream = stream  # closes its descriptor once it is unused
-        self._descriptor = stream.fileno()
+    before: io.TextIOWrapper  # closes the file descriptor once it is unused
 
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
-
-    def write(self, data: "memoryview | bytes") -> int:  # type: ignore[override]
-        left = memoryview(data)
-        with suppress(OSError):  # what is left is lost; the run does not depend on it
-            while left:
-                left = left[os.write(self._descriptor, left) :]
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or len(data)
         return len(data)
 
 
@@ -49,32 +35,29 @@ def never_fail() -> None:
         # Other streams belong to a notebook or a test.
         if type(stream) is not io.TextIOWrapper:
             continue
-        raw = getattr(stream.buffer, "raw", None)
-        if not isinstance(raw, _Lossy):
-            setattr(sys, name, _lossy(stream))
+        with suppress(OSError):
+            stream.flush()
+        raw = _Lossy(stream.fileno(), "w", closefd=False)
+        raw.before = stream
+        buffering = stream.line_buffering or name == "stderr"
+        lossy = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            encoding=stream.encoding,
+            errors="replace",
+            line_buffering=buffering,
+            write_through=stream.write_through,
+        )
+        setattr(sys, name, lossy)
 
 
 @contextmanager
 def never_failing() -> Iterator[None]:
     """:func:`never_fail` in this context."""
-    before = {name: getattr(sys, name) for name in _NAMES}
+    before = sys.stdout, sys.stderr
     never_fail()
     try:
         yield
     finally:
-        for name, stream in before.items():
-            getattr(sys, name).flush()
-            setattr(sys, name, stream)
-
-
-def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
-    with suppress(OSError):
-        stream.flush()
-    buffer = io.BufferedWriter(_Lossy(stream))  # type: ignore[type-var]
-    return io.TextIOWrapper(
-        buffer,
-        encoding=stream.encoding,
-        errors="replace",
-        line_buffering=stream.line_buffering or stream is sys.stderr,
-        write_through=stream.write_through,
-    )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before

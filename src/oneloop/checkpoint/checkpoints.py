@@ -109,7 +109,6 @@ class Checkpoints:
             once=not complete,
             rank=self.rank,
             agree=self.gather,
-            say=say,
         )
         self._attempt = 0  # number of saves so far
         self.saving = SaveInProgress(

@@ -1,8 +1,7 @@
 """Frozen parameters as one safetensors file, in an order that depends only on names and dtypes.
 
-The file's bytes do not depend on the sharding. A damaged file can thus be rewritten from the newly
-built model, and is accepted only if it has the old checksum. Parameters of a base model are not
-written. Instead, a file records the base model's name and revision or checksums.
+The file's bytes do not depend on the sharding. Parameters of a base model are not written. Instead,
+a file records the base model's name and revision or checksums.
 """
 
 import json
@@ -160,7 +159,6 @@ class Base:
         once: whether they are stored once; False: in each checkpoint, like other parameters.
         rank: of this process.
         agree: returns a value of all ranks, as a list.
-        say: reports repairs, on rank 0.
     """
 
     def __init__(
@@ -171,14 +169,12 @@ class Base:
         once: bool = True,
         rank: int,
         agree: Callable[[Any], list[Any]],
-        say: Callable[[str], None],
     ) -> None:
         self._store = store
         self._origin = origin
         self._once = once
         self._rank = rank
         self._agree = agree
-        self._say = say
         self._known: _Written | None = None
 
     def others(self, model: nn.Module) -> dict[str, Tensor]:
@@ -227,8 +223,7 @@ class Base:
     def check(self, checkpoint: Path, model: nn.Module) -> None:
         """Verify a checkpoint's frozen parameters. Collective.
 
-        If they are damaged, write them again from the newly built model, provided that it is
-        bit-identical. Raises ValueError if it is not, or has another base model.
+        Raises ValueError if they are damaged, or the model has another base model.
         """
         # The checkpoint and the model must both store them, or both name a base model.
         recorded = base_of(checkpoint)
@@ -244,11 +239,13 @@ class Base:
                 "referenced"
             )
 
-        # Repair the files.
-        own = checkpoint.resolve().parent == self._store.root.resolve()
-        wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
+        # Verify the files.
+        wrong = self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0]
         if recorded is not None and wrong:
-            self._repair(checkpoint, *recorded, model, own=own, wrong=wrong)
+            raise ValueError(
+                f"{recorded[0]}, with the frozen parameters of {checkpoint.name}, is damaged "
+                f"({'; '.join(wrong)}); restore the folder from a copy, or choose another run.dir"
+            )
 
         # Compare the base model.
         if self._origin is not None:
@@ -263,35 +260,11 @@ class Base:
                 )
 
         # Later checkpoints of this run refer to the same files.
+        own = checkpoint.resolve().parent == self._store.root.resolve()
         known = None
         if own and recorded is not None:
             known = _Written(*recorded, names_in(recorded[0]))
         self._known = known
-
-    def _repair(
-        self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str
-    ) -> None:
-        """Write damaged frozen parameters again. Collective. Raises ValueError if they differ."""
-        if not own:
-            raise ValueError(
-                f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); "
-                "restore it"
-            )
-        again = folder.with_name(f".{folder.name}.again")
-        made = self._written(again, model)
-        same = all(entry[key] == made[key] for key in made)
-        if self._rank == 0:
-            delete(folder if same else again, inside=self._store.root.parent)
-            if same:
-                again.rename(folder)
-                self._say(f"{folder} was damaged ({wrong}); rewriting it from the initial model")
-        self._agree(None)  # no rank reads the file before
-        if not same:
-            raise ValueError(
-                f"{folder}: the frozen parameters of {checkpoint.name} are damaged ({wrong}), and "
-                "the new model has others; restore the folder from a copy, or the files of the "
-                "base model"
-            )
 
     def _written(self, folder: Path, model: nn.Module) -> dict[str, Any]:
         """Write the frozen parameters; return the manifest entry. Collective."""

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import printable
+from oneloop.basics.files import one_line, printable
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.untrusted import parsed_json
 
@@ -188,4 +188,5 @@ def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
 
 def _who(owner: Mapping[str, Any]) -> str:
     known = {"pid": "?", "host": "?", "since": "?", **owner}
-    return printable(f"process {known['pid']} on {known['host']}, since {known['since']}")
+    who = f"process {known['pid']} on {known['host']}, since {known['since']}"
+    return one_line(printable(who))

@@ -9,7 +9,7 @@ from typing import Any
 
 from oneloop.basics.bucket import Bucket, check_address, is_address
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import cache_folder, intact, printable
+from oneloop.basics.files import cache_folder, intact, one_line, printable
 from oneloop.basics.untrusted import damaged, delete, parsed_json, read_bytes
 
 ABOUT = "about.json"  # what a store holds, for people
@@ -59,7 +59,7 @@ class Listed:
         if self.about is None:
             return f"{line}its description is missing or damaged"
         ranges = int(self.about["ranges"])
-        role = printable(self.about["parts"]["role"])
+        role = one_line(printable(self.about["parts"]["role"]))
         line += f"{role}, {int(self.about['documents']):,} documents"
         if self.files < ranges:
             line += f", {self.files} of {ranges} ranges"

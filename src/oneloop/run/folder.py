@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from oneloop.basics.exit_codes import STOPPED, BadInput
-from oneloop.basics.files import dumps, intact, printable, replacing, writing
+from oneloop.basics.files import dumps, intact, one_line, printable, replacing, writing
 from oneloop.basics.untrusted import damaged, delete, is_number, read_json, read_yaml
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
@@ -222,7 +222,7 @@ class Folder:
             with damaged("owner.json"):
                 owner = read_json(self.path / "owner.json")
                 who = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-                return printable(who)
+                return one_line(printable(who))
         except (OSError, ValueError):
             return "another process"
 
