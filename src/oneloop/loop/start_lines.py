@@ -52,7 +52,7 @@ def start_lines(
     about = getattr(job.train_set, "about", lambda: None)()
     if about:
         yield f"data: {about}"
-    if hasattr(job.train_set, "traffic"):
+    if hasattr(type(job.train_set), "traffic"):  # a property, which reads footers
         from oneloop.data.network_traffic import traffic_line
 
         hosts = run.ranks // run.local_ranks

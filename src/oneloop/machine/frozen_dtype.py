@@ -1,7 +1,7 @@
 """The dtypes of frozen parameters."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def _in_four_bits(weight: Any) -> bool:
     return type(weight).__name__ == "Params4bit"
 
 
-def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
+def _store(packed: Sequence[Any], stored: str, precision: str, *, sharded: bool) -> None:
     """Store 4-bit weights in another dtype.
 
     FSDP2 shards only floating-point tensors, and casts those that differ from its compute dtype,
