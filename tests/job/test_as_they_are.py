@@ -375,10 +375,10 @@ def without_restore(words: list[str]) -> None:
     """Train with a preflight check that restores nothing."""
     import contextlib
 
-    from oneloop.checks import dry_run
+    from oneloop.checks import dry_run, training_trial
 
     dry_run.restored = lambda *_, **named: contextlib.nullcontext()
-    dry_run.restored_buffers = contextlib.nullcontext
+    training_trial.restored_buffers = contextlib.nullcontext
     here(words)
 
 
