@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from oneloop.checks.passes import Pass
+from oneloop.checks.passes import Measure, Pass
 
+_LOSS = ""  # its name among those of gradients
 _NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
 
 
@@ -76,18 +77,19 @@ def results_differ(
 
 
 def _noise(reports: Sequence[Report], least: float) -> dict[str, float]:
-    """Return by how much reruns may differ: of the loss (""), and of each gradient."""
+    """Return by how much reruns may differ, for the loss and each gradient."""
     noise: dict[str, float] = {}
     for report in reports:
-        one, other = report.passes
-        limit = max(least * abs(one.loss), _NOISE * abs(one.loss - other.loss))
-        noise[""] = max(noise.get("", 0.0), limit)
-        for name, gradient in one.gradients.items():
-            again = other.gradients.get(name, gradient)
-            apart = abs(gradient.product - again.product)
-            limit = max(least * gradient.norm, _NOISE * apart)
-            noise[name] = max(noise.get(name, 0.0), limit)
+        one, other = map(_numbers, report.passes)
+        for name, value in one.items():
+            apart = abs(value.product - other.get(name, value).product)
+            noise[name] = max(noise.get(name, 0.0), least * value.norm, _NOISE * apart)
     return noise
+
+
+def _numbers(one: Pass) -> dict[str, Measure]:
+    """Return what is compared of a pass: the loss, and the gradients."""
+    return {_LOSS: Measure(one.loss, one.loss, abs(one.loss)), **one.gradients}
 
 
 def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
@@ -96,21 +98,23 @@ def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
     Args:
         one: a pass.
         other: another one.
-        noise: allowed difference of the loss (""), and of each gradient; 0 or none: no bit.
+        noise: allowed difference of the loss, and of each gradient; 0 or none: no bit.
     """
     if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
         return ""
-    if not abs(one.loss - other.loss) <= noise.get("", 0.0):
-        return f"the losses {one.loss:.9g} and {other.loss:.9g}"
-    for name in one.gradients.keys() | other.gradients.keys():
-        mine = one.gradients.get(name)
-        theirs = other.gradients.get(name)
+    some = _numbers(one)
+    others = _numbers(other)
+    for name in {**some, **others}:
+        mine = some.get(name)
+        theirs = others.get(name)
         if mine is None or theirs is None:
             return f"a gradient of {name} only once"
         finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
         if mine.hash == theirs.hash or not finite:
             continue
-        if noise.get(name, 0.0) and abs(mine.product - theirs.product) <= noise[name]:
+        if name in noise and abs(mine.product - theirs.product) <= noise[name]:
             continue
+        if name == _LOSS:
+            return f"the losses {one.loss:.9g} and {other.loss:.9g}"
         return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
     return ""

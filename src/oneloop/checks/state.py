@@ -13,7 +13,6 @@ texts, containers, tensors, arrays and generators of random numbers. It does not
 be compared: open files, iterators, and objects of other libraries.
 """
 
-import pickle
 import random
 import sys
 import zlib
@@ -35,6 +34,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import restored_generators
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
+from oneloop.data.sample_checksums import checksum
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
@@ -56,7 +56,6 @@ _OTHERS = {
     "transformers",
 }
 """packages whose objects are not followed, except modules of a model"""
-_MISSING = object()
 _REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: they do not show in names
 
 
@@ -161,18 +160,6 @@ class _Value(NamedTuple):
     get: Callable[[], Any]  # returns its content now
     put: Callable[[Any], object]  # sets its content
 
-    def changed(self) -> list[str]:
-        """Return the names of what differs now: of a dict its keys."""
-        now = self.get()
-        if _same(self.before, now):
-            return []
-        names = []
-        if isinstance(now, dict):
-            for key in {**self.before, **now}:
-                if not _same_element(now.get(key, _MISSING), self.before.get(key, _MISSING)):
-                    names.append(_inner_name(self.name, key))
-        return names or [self.name]
-
 
 class Values:
     """The values that are reachable from some objects, at a moment.
@@ -198,17 +185,23 @@ class Values:
             waiting += self._follow(name, value)
 
     def changed(self) -> list[str]:
-        """Return the names of the values that differ now. Host sync."""
+        """Return the names of the values that differ now: of a dict its keys. Host sync."""
         names = []
         for value in self._values:
-            names += value.changed()
+            before = _digest(value.before)
+            now = _digest(value.get())
+            if isinstance(now, dict):
+                for key in {**before, **now}:
+                    if before.get(key) != now.get(key):
+                        names.append(_inner_name(value.name, key))
+            elif before != now:
+                names.append(value.name)
         return names
 
     def restore(self) -> None:
-        """Restore the values that differ. Host sync."""
+        """Restore the values."""
         for value in self._values:
-            if not _same(value.before, value.get()):
-                value.put(value.before)
+            value.put(value.before)
 
     def _keep(self, name: str, get: Callable[[], Any], put: Callable[[Any], object]) -> None:
         self._values.append(_Value(name, get(), get, put))
@@ -227,7 +220,7 @@ class Values:
         # Tensors, arrays and generators of random numbers.
         if isinstance(value, Tensor):
             if id(value) in self._copied or (_is_strided(value) and self._fits(value)):
-                self._keep(name, *_tensor_content(value))
+                self._keep(name, lambda: local(value.detach()).clone(), _setter(value))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and not value.dtype.hasobject and self._fits(value):
                 self._keep(name, value.copy, partial(np.copyto, value))
@@ -266,33 +259,26 @@ def _inner_name(name: str, key: Any) -> str:
     return name if key in _REGISTRIES else f"{name}.{key}"
 
 
-class _Held(NamedTuple):
-    """What a tensor holds: this rank's shard, if it has shards."""
-
-    content: Tensor
-    trained: bool
-    address: int  # of its memory; 0 for a shard
-
-
-def _tensor_content(tensor: Tensor) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return how to get and to set what a tensor holds."""
+def _setter(tensor: Tensor) -> Callable[[Tensor], None]:
+    """Return how to set what a tensor holds: this rank's shard, if it has shards."""
     memory = local(tensor.detach())
-    is_shard = isinstance(tensor, DTensor)
-
-    def get() -> _Held:
-        now = local(tensor.detach())
-        return _Held(now.clone(), tensor.requires_grad, 0 if is_shard else now.data_ptr())
+    trained = tensor.requires_grad
 
     @torch.no_grad()
-    def put(before: _Held) -> None:
+    def put(content: Tensor) -> None:
         # Return to the memory of before, after an assignment to .data.
-        if not is_shard:
+        now = local(tensor.detach())
+        moved = (now.data_ptr(), now.shape) != (memory.data_ptr(), memory.shape)
+        if moved and not isinstance(tensor, DTensor):
             tensor.data = memory
-        local(tensor.detach()).copy_(before.content)
+            now = memory
+        # A write would look like a change to a save that is in progress.
+        if not torch.equal(as_bits(now), as_bits(content)):
+            now.copy_(content)
         if tensor.is_leaf:
-            tensor.requires_grad_(before.trained)
+            tensor.requires_grad_(trained)
 
-    return get, put
+    return put
 
 
 def _refill(value: Any, copy: Any) -> None:
@@ -327,30 +313,14 @@ def _is_own(kind: type) -> bool:
     return package not in _OTHERS and package not in sys.stdlib_module_names - {"__main__"}
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Return whether two contents of a value are equal, in the same order."""
-    if isinstance(one, dict):
-        if [*one] != [*other]:
-            return False
-        return all(map(_same_element, one.values(), other.values()))
-    if isinstance(one, list | deque):
-        return len(one) == len(other) and all(map(_same_element, one, other))
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, Tensor):
-        return _same_bits(one, other)
-    if isinstance(one, _Held):
-        return one[1:] == other[1:] and _same_bits(one.content, other.content)
-    return pickle.dumps(one) == pickle.dumps(other)  # arrays, and states of generators
+def _digest(content: Any) -> Any:
+    """Return what can be compared: of a container its elements, which count as objects."""
+    if isinstance(content, dict):
+        return {key: _element(value) for key, value in content.items()}
+    if isinstance(content, _CONTAINERS):
+        return [*map(_element, content)]
+    return checksum([content])
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    return torch.equal(as_bits(one), as_bits(other))
-
-
-def _same_element(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
+def _element(value: Any) -> Any:
+    return (type(value), value) if isinstance(value, _PLAIN) else id(value)
