@@ -4,9 +4,10 @@ Under FSDP2, whole parameters are compared while a unit holds them, because FSDP
 them; and whole gradients are measured before FSDP2 sums them over the ranks.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from oneloop.basics.wide_sums import wide_dtype
 from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.measure.flops import Operations
 
-_AT_ONCE = 1 << 20  # elements
+_AT_ONCE = 1 << 16  # elements
 
 
 class Wrapped(nn.Module):
@@ -144,27 +145,25 @@ def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in trained.items() if p.grad is not None}
 
 
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return numbers that are fixed, and without structure that a gradient may have."""
+    return torch.arange(_AT_ONCE, dtype=wide_dtype(device), device=device).cos()
+
+
 def _measured(gradient: Tensor) -> Tensor:
     """Return the numbers of :class:`Measure`, on the device, in its widest dtype."""
-    values = as_real(gradient.detach())
-    wide = wide_dtype(values.device)
-    matrix = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
-
-    # Vectors that are fixed, and without structure that a gradient may have.
-    rows, columns = (
-        torch.arange(size, dtype=wide, device=values.device).cos() for size in matrix.shape
-    )
+    values = as_real(gradient.detach()).reshape(-1)
+    weights = _weights(values.device)
+    product = torch.zeros_like(weights[0])
+    squares = torch.zeros_like(product)
 
     # Part by part: a copy of a large gradient would need more memory than a step does.
-    product = torch.zeros((), dtype=wide, device=values.device)
-    squares = torch.zeros_like(product)
-    number = max(1, _AT_ONCE // max(1, matrix.shape[1]))
-    for part, weights in zip(matrix.split(number), rows.split(number), strict=True):
-        if part.element_size() < 4:
-            part = part.float()
-        product += ((part @ columns.to(part.dtype)) * weights).sum()
-        squares += torch.linalg.vector_norm(part).to(wide).square()
-    short = (tensor_hash(values) >> 12).to(wide)  # exact in float64
+    for number, part in enumerate(values.split(_AT_ONCE)):
+        part = part.to(weights.dtype)
+        product += (part @ weights[: len(part)]) * (2 + math.cos(number))
+        squares += part @ part
+    short = (tensor_hash(values) >> 12).to(weights.dtype)  # exact in float64
     return torch.stack([short, product, squares.sqrt()])
 
 

@@ -11,7 +11,7 @@ The repeat restores what it changes. It needs the memory of one micro-batch of a
 more copies of its samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import key
+from oneloop.basics.tensors import restored_buffers
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.replicas import compare_replicas
@@ -93,11 +94,9 @@ class Checks:
         self._strict = job.exact or is_whole_batch(job.task)
         self._reported = bool(trial.stateful) and not self._strict
         # Where a rerun gives the same bits, they are compared.
-        one_host = run.local_ranks == run.ranks
-        self._bits = job.exact or job.recipe.machine.deterministic
-        if run.device.type == "cpu" and one_host:
-            self._bits = True
-        self._least = tolerance_of(job, run, model)
+        on_one_host = run.device.type == "cpu" and run.local_ranks == run.ranks
+        bits = job.exact or job.recipe.machine.deterministic or on_one_host
+        self._least = None if bits else tolerance_of(job, run, model)
 
         # Of the last comparison: tensors, and what it has loaded.
         self._last: dict[str, tuple[Tensor, bool, int]] = {}
@@ -201,7 +200,7 @@ class Checks:
         why = samples_differ(reports, rank) or results_differ(
             reports,
             rank,
-            least=None if self._bits else self._least,
+            least=self._least,
             # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
             across=self._moving <= self._statistics(),
         )
@@ -285,26 +284,24 @@ class Checks:
         """Make two passes over a micro-batch, and undo what they change."""
         model = bare(self._model)
         since = self._changed_since()
-        before = {}
+        before = {name: number for name, (_, _, number) in self._last.items()}
         shared = {}
-        moving = {}
         for name, (tensor, _, number) in self._last.items():
-            before[name] = number
-            if name in self._moving:
-                moving[name] = tensor.detach().clone()
-            elif not isinstance(tensor, DTensor):
+            if name not in self._moving and not isinstance(tensor, DTensor):
                 shared[name] = number
         try:
             with restored(
                 self._run.device, model=model, task=self._job.task, most=_COPIED
             ) as values:
-                first = self._pass(batch, place)
-                moved = [f"{one} in a forward" for one in changes(before, state_hashes(model))]
-                attributes = values.changed()
-                _restore(model, moving)
+                # Buffers that may move are the same in both passes.
+                with restored_buffers(model):
+                    first = self._pass(batch, place)
+                    after = state_hashes(model)
+                    attributes = values.changed()
                 second = self._pass(batch, place)
         finally:
             self._units.forget()
+        moved = [f"{change} in a forward" for change in changes(before, after)]
         return Report(checksums(batch), trained, moved + since, attributes, shared, (first, second))
 
     def _changed_since(self) -> list[str]:
@@ -355,12 +352,3 @@ def checksums(batch: Batch) -> dict[str, str]:
 def _name(change: str) -> str:
     """Return kind and name of the tensor in "buffer queue has changed"."""
     return " ".join(change.split()[:2])
-
-
-@torch.no_grad()
-def _restore(model: nn.Module, contents: Mapping[str, Tensor]) -> None:
-    """Restore tensors that may change, so that the next pass has the same ones."""
-    for name, tensor in registered(model).items():
-        content = contents.get(name)
-        if content is not None and content.shape == tensor.shape:
-            tensor.copy_(content)
