@@ -226,7 +226,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Before some logged steps, all ranks compute one micro-batch, compare, and restore.
             checks.repeat_if_due(group, count.position)
-
             # Accumulate gradients.
             measured = intervals.is_due("log", expected)
             sums = accumulate(

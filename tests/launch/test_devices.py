@@ -18,12 +18,12 @@ import torch
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.memory import peak_memory
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.basics.system.processes import usable_cores
 from oneloop.checkpoint.pieces import Piece, stage
+from oneloop.checks.state import restored
 from oneloop.data.step_batches import to_device
 from oneloop.job.apple_gpu import reject_model, reject_training
-from oneloop.job.restore import has_drawn, random_states, restored
 from oneloop.launch import devices
 from oneloop.launch.interpreter import borrowed
 from oneloop.machine.recompute import recompute
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.pieces",
     "oneloop.data.step_batches",
     "oneloop.job.apple_gpu",
-    "oneloop.job.restore",
     "oneloop.launch.devices",
     "oneloop.launch.interpreter",
     "oneloop.launch.processes",
@@ -484,7 +483,7 @@ def test_the_generator_of_an_apple_gpu_is_seeded_and_restored(generator):
     model = torch.nn.Linear(2, 2)
     states = random_states(MPS)
     assert not has_drawn(states, MPS)
-    with restored(model, MPS):
+    with restored(MPS, model=model):
         inside = drawn()
         assert has_drawn(states, MPS)
     assert not has_drawn(states, MPS) and drawn() == inside

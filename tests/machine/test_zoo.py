@@ -17,7 +17,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.loaded_step",
     "oneloop.checks.preflight",
     "oneloop.loop.gradients",
-    "oneloop.loop.step_checks",
     "oneloop.machine.fsdp2_units",
 )
 
