@@ -163,7 +163,7 @@ def _task_state_restored(contract: Contract) -> Iterator[None]:
         return
     before = contract.state()
     yield
-    theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
+    contract.call("load_state_dict", before)
     if contract.state() != before:
         raise contract.wrong(
             "load_state_dict",

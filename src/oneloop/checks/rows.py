@@ -17,7 +17,6 @@ from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
 from oneloop.checks.tolerance import apart
 from oneloop.evaluation import evaluating
-from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import Parts, columns_of
 
 _PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"
@@ -112,7 +111,7 @@ def parts_of(
     """
     task = contract.task
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
-    parts = theirs(task, "embed", lambda: task.embed(model, batch))
+    parts = contract.call("embed", model, batch)
     for name, version in versions.items():
         if batch[name]._version != version:
             raise contract.wrong(
@@ -226,14 +225,11 @@ def _check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
 
     def loss(copies: int) -> float:
         """Return the loss of a batch with so many copies of the first row."""
-        constant = {}
-        for name, part in parts.items():
-            constant[name] = part[:1].expand(copies, *part.shape[1:]) if part.ndim else part
+        equal = {name: part[[0] * copies] if part.ndim else part for name, part in parts.items()}
         tiled = {}
         for name, column in columns.items():
-            at = torch.arange(copies) % min(_COPIES, len(column))
-            tiled[name] = column[at.to(column.device)]
-        return float(contract.batch_loss(constant, tiled))
+            tiled[name] = column[[at % min(_COPIES, len(column)) for at in range(copies)]]
+        return float(contract.batch_loss(equal, tiled))
 
     # If all embeddings are equal, a sum over twice as many samples is at least twice as large: with
     # more others, the terms of a sample do not get smaller.
