@@ -191,28 +191,6 @@ class Contract:
             fix,
         )
 
-    def wrong_sum(self, whole: float, parts: Sequence[float], mode: str) -> BadInput:
-        """Return the error for a batch whose loss is not the sum of the losses of its parts.
-
-        Args:
-            whole: loss of the batch.
-            parts: losses of its parts.
-            mode: of the model, in words.
-        """
-        # Print enough digits to show the difference.
-        total = math.fsum(parts)
-        apart = abs(whole - total) / max(abs(whole), abs(total))
-        digits = min(15, max(6, 2 - math.floor(math.log10(apart))))
-        losses = " + ".join(f"{part:.{digits}g}" for part in parts)
-        return self.wrong(
-            "loss",
-            f"returned {whole:.{digits}g} {mode} for samples whose losses are {losses}",
-            "another parallel layout would train a different model: let each sample's loss "
-            "depend only on that sample."
-            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
-            "= False in the class",
-        )
-
 
 def describe(value: Any) -> str:
     """Return what a value is, for a message."""

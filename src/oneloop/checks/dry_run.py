@@ -53,9 +53,8 @@ class DryRun:
         self.rounding = rounding_of(self.job, self.run, self.root)
         self.draws = False  # whether the model or the loss draw random numbers in training
 
-        self.number: int = self.read(TRAINED)[0]  # of training samples
-        least = 2 if contract.whole else 1
-        self.micro_batch = range(min(self.number, max(self.job.layout.each, least)))
+        self.samples = range(self.read(TRAINED)[0])  # positions of the training samples
+        self.micro_batch = self.samples[: max(self.job.layout.each, 1 + contract.whole)]
 
         # The answers to the questions.
         self.found = Preflight(

@@ -34,7 +34,7 @@ def check_metrics(dry: DryRun) -> None:
         # With a loss over the whole batch, metrics get nothing but columns and parts.
         if contract.whole:
             given = columns_of(task, batch)
-            outputs = parts_of(contract, dry.model, batch, number)
+            outputs = parts_of(dry, batch)
         if hasattr(task, "metrics"):
             _check(dry, "metrics", "update", given, outputs)
         if not dry.job.recipe.eval.generate:

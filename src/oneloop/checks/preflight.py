@@ -52,7 +52,7 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     with dry_run(job, run, model) as dry:
         found = dry.found
         check_sets(dry)
-        found.notes += several_lengths(job, (dry.batch([at]) for at in range(dry.number)))
+        found.notes += several_lengths(job, (dry.batch([at]) for at in dry.samples))
 
         # Evaluations.
         if dry.contract.whole:

@@ -148,17 +148,18 @@ def check_units(dry: DryRun, units: Sequence[Sequence[str]]) -> None:
         dry: the dry run.
         units: what each pass over the micro-batch has run.
     """
-    error = other_units(units, by="a state of the model")
+    ran = {"a state of the model": units}
 
     # Which units run may depend on random numbers (LayerDrop), or on the sample.
-    several = len(set(units[0])) > 1 and not has_batch_statistics(dry.model)
-    if several and dry.draws and not error:
-        drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
-        error = other_units(drawn, by="random numbers (LayerDrop)")
-    if several and not error:
-        error = other_units([_units(dry, [at]) for at in range(dry.number)])
-    if error:
-        raise BadInput(error)
+    if len(set(units[0])) > 1 and not has_batch_statistics(dry.root):
+        if dry.draws:
+            drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
+            ran["random numbers (LayerDrop)"] = drawn
+        ran["the samples"] = [_units(dry, [at]) for at in dry.samples]
+    for by, calls in ran.items():
+        error = other_units(calls, by=by)
+        if error:
+            raise BadInput(error)
 
 
 def _units(dry: DryRun, numbers: Sequence[int], seed: int = 0) -> list[str]:
