@@ -375,10 +375,12 @@ def without_restore(words: list[str]) -> None:
     """Train with a preflight check that restores nothing."""
     import contextlib
 
-    from oneloop.checks import dry_run, training_trial
+    from oneloop.checks import dry_run, questions
 
-    dry_run.restored = lambda *_, **named: contextlib.nullcontext()
-    training_trial.restored_buffers = contextlib.nullcontext
+    def nothing(*_, **__):
+        return contextlib.nullcontext()
+
+    dry_run.restored = questions.restored_buffers = nothing
     here(words)
 
 

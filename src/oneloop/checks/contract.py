@@ -11,6 +11,7 @@ They call each method as a run calls it, and report what is wrong.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.checks.tolerance import near
-from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
-from oneloop.task_protocol.metric_collection import Collection, not_logged
 from oneloop.task_protocol.user_code import named, theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -41,6 +40,15 @@ class Contract:
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
         self._keys: list[str] | None = None
 
+    def call(self, member: str, *given: Any) -> Any:
+        """Return the result of a method.
+
+        Args:
+            member: its name.
+            given: its arguments.
+        """
+        return theirs(self.task, member, partial(getattr(self.task, member), *given))
+
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
         """Return the error for a method that returned something wrong.
 
@@ -53,10 +61,10 @@ class Contract:
 
     def state(self) -> Any:
         """Return the task's state_dict() as it is after a checkpoint (JSON) round trip."""
-        state = theirs(self.task, "state_dict", self.task.state_dict)
+        state = self.call("state_dict")
         try:
             if not isinstance(state, dict):
-                raise TypeError(f"{_describe(state)} is not a dict")
+                raise TypeError(f"{describe(state)} is not a dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise self.wrong(
@@ -68,10 +76,10 @@ class Contract:
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch; check that it is a dict with the same keys in every call."""
-        batch = theirs(self.task, "collate", lambda: self.task.collate(list(samples)))
+        batch = self.call("collate", list(samples))
         if not isinstance(batch, dict) or not all(isinstance(name, str) for name in batch):
             raise self.wrong(
-                "collate", f"returned {_describe(batch)}", "return a dict of tensors by name"
+                "collate", f"returned {describe(batch)}", "return a dict of tensors by name"
             )
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
@@ -96,9 +104,9 @@ class Contract:
             "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
         )
         # Check the type. (A tensor on a device would be a host sync.)
-        result = theirs(self.task, "weight", lambda: self.task.weight(batch))
+        result = self.call("weight", batch)
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
-            raise self.wrong("weight", f"returned {_describe(result)}", fix)
+            raise self.wrong("weight", f"returned {describe(result)}", fix)
         if result.requires_grad or result.device.type != "cpu":
             problem = "with a gradient" if result.requires_grad else f"on {result.device}"
             raise self.wrong("weight", f"returned a tensor {problem}", fix)
@@ -122,11 +130,11 @@ class Contract:
         A whole-batch loss is computed for this batch on its own.
         """
         member = "batch_loss" if self.whole else "loss"
-        return self._loss(member, lambda: self.task.loss(model, batch))
+        return self._loss(member, partial(self.task.loss, model, batch))
 
     def batch_loss(self, parts: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss of a whole batch."""
-        return self._loss("batch_loss", lambda: self.task.batch_loss(parts, columns))[0]
+        return self._loss("batch_loss", partial(self.task.batch_loss, parts, columns))[0]
 
     def _loss(self, member: str, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Any]]:
         fix = (
@@ -137,12 +145,12 @@ class Contract:
         # Check the types.
         result = theirs(self.task, member, call)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.wrong(member, f"returned {_describe(result)}", fix)
+            raise self.wrong(member, f"returned {describe(result)}", fix)
         loss, outputs = result
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            raise self.wrong(member, f"returned {_describe(loss)} as the loss", fix)
+            raise self.wrong(member, f"returned {describe(loss)} as the loss", fix)
         if outputs is not None and not isinstance(outputs, Mapping):
-            raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
+            raise self.wrong(member, f"returned {describe(outputs)} as the outputs", fix)
 
         # Check that it can be trained.
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -152,36 +160,6 @@ class Contract:
                 "compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
             )
         return loss, dict(outputs or {})
-
-    def check_metrics(
-        self, made_by: str, metrics: Any, updated_by: str, *given: Mapping[str, Any]
-    ) -> list[str]:
-        """Update metrics, and check what they compute; return lines about values that are not used.
-
-        Args:
-            made_by: the method that has made the metrics.
-            metrics: on their device.
-            updated_by: the method that updates them.
-            given: its arguments after the metrics.
-        """
-        update = getattr(self.task, updated_by)
-        theirs(self.task, updated_by, lambda: update(metrics, *given))
-        try:
-            computed = metrics.compute()
-        except Exception:
-            return []  # a few samples may not suffice
-        if not isinstance(computed, Mapping):
-            raise self.wrong(
-                made_by,
-                f"computes {_describe(computed)}",
-                "let compute return a dict of named metrics",
-            )
-        known = adapted(metrics, made_by)
-        values = known.compute()
-        scalars(values, made_by)  # raises ValueError if a value is not a number
-        matrices(self.task, values)  # raises ValueError if names are missing
-        left_out = known.left_out() if isinstance(known, Collection) else []
-        return [*left_out, *not_logged(values)]
 
     def not_double(self, member: str, once: float, twice: float, tolerance: float) -> BadInput:
         """Return the error for a batch with a sample twice that has not twice its value.
@@ -213,30 +191,9 @@ class Contract:
             fix,
         )
 
-    def wrong_sum(self, whole: float, parts: Sequence[float], mode: str) -> BadInput:
-        """Return the error for a batch whose loss is not the sum of the losses of its parts.
 
-        Args:
-            whole: loss of the batch.
-            parts: losses of its parts.
-            mode: of the model, in words.
-        """
-        # Print enough digits to show the difference.
-        total = math.fsum(parts)
-        apart = abs(whole - total) / max(abs(whole), abs(total))
-        digits = min(15, max(6, 2 - math.floor(math.log10(apart))))
-        losses = " + ".join(f"{part:.{digits}g}" for part in parts)
-        return self.wrong(
-            "loss",
-            f"returned {whole:.{digits}g} {mode} for samples whose losses are {losses}",
-            "another parallel layout would train a different model: let each sample's loss "
-            "depend only on that sample."
-            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
-            "= False in the class",
-        )
-
-
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
+    """Return what a value is, for a message."""
     if isinstance(value, Tensor):
         shape = "0-dim" if not value.ndim else f"of shape {tuple(value.shape)}"
         return f"a tensor {shape}, {str(value.dtype).removeprefix('torch.')}"

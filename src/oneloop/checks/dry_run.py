@@ -54,9 +54,8 @@ class DryRun:
         self.rounding = rounding_of(self.job, self.run, self.root)
         self.draws = False  # whether the model or the loss draw random numbers in training
 
-        self.number: int = self.read(TRAINED)[0]  # of training samples
-        least = 2 if contract.whole else 1
-        self.micro_batch = range(min(self.number, max(self.job.layout.each, least)))
+        self.samples = range(self.read(TRAINED)[0])  # positions of the training samples
+        self.micro_batch = self.samples[: max(self.job.layout.each, 1 + contract.whole)]
 
         # The answers to the questions.
         self.found = Preflight(
@@ -164,7 +163,7 @@ def _task_state_restored(contract: Contract) -> Iterator[None]:
         return
     before = contract.state()
     yield
-    theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
+    contract.call("load_state_dict", before)
     if contract.state() != before:
         raise contract.wrong(
             "load_state_dict",

@@ -9,19 +9,19 @@ from torch import nn
 from oneloop.checkpoint.optimizer_trial import try_shards
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.dry_run import dry_run
-from oneloop.checks.evaluation_trial import check_doubling, check_lengths, check_metrics, check_sets
-from oneloop.checks.rows import check_rows
-from oneloop.checks.sums import check_sums
-from oneloop.checks.training_trial import (
-    check_gradients,
+from oneloop.checks.metrics import check_metrics
+from oneloop.checks.questions import (
+    check_doubling,
     check_losses,
-    check_outputs,
+    check_sets,
     check_units,
     run_twice,
 )
+from oneloop.checks.rows import check_rows
+from oneloop.checks.sums import check_sums
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
-from oneloop.job.preflight_result import Preflight
+from oneloop.job.preflight_result import Preflight, logged_names, several_lengths, unused_parameters
 from oneloop.launch.processes import Run
 from oneloop.machine.mixed_precision import reject_half_parameters
 
@@ -50,8 +50,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     # Each question raises BadInput if its answer prevents the run.
     with dry_run(job, run, model) as dry:
+        found = dry.found
         check_sets(dry)
-        check_lengths(dry)
+        found.notes += several_lengths(job, (dry.batch([at]) for at in dry.samples))
 
         # Evaluations.
         if dry.contract.whole:
@@ -64,8 +65,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
         (first, last), units = run_twice(dry)
         check_units(dry, units)
         check_losses(dry, first, last)
-        check_gradients(dry, last)
-        check_outputs(dry, last)
-        dry.found.not_summed = check_sums(dry, first)
-    dry.found.notes += job.tried.notes
-    return dry.found
+        found.unused = unused_parameters(job, run, model, last.gradients)
+        found.metrics = logged_names(job.task, last.outputs)
+        found.not_summed = check_sums(dry, first)
+    found.notes += job.tried.notes
+    return found

@@ -6,7 +6,7 @@ It is checked in eval mode, and in training mode without random draws.
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from oneloop.checks.contract import Contract
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
 from oneloop.checks.tolerance import apart
+from oneloop.data.step_batches import Batch
 from oneloop.evaluation import evaluating
-from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import Parts, columns_of
 
 _PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"
@@ -56,9 +56,9 @@ def _check_passes(dry: DryRun) -> None:
     """Check that both passes of a step get the same parts, whatever is drawn."""
     results = []
     for seed, gradients in ((0, False), (0, True), (1, False)):
-        batch = dry.batch(range(dry.number), seed=seed)
+        batch = dry.batch(dry.samples, seed=seed)
         with torch.set_grad_enabled(gradients):
-            results.append(parts_of(dry.contract, dry.model, batch, dry.number))
+            results.append(parts_of(dry, batch))
     first, second, other = results
     _check_loss(dry.contract, other, columns_of(dry.job.task, batch))
     tolerance = dry.rounding.tolerance
@@ -83,36 +83,34 @@ def _embedded(dry: DryRun) -> _Embedded:
 
     def rows(numbers: Sequence[int]) -> Rows:
         batch = dry.batch(numbers)
-        parts = parts_of(dry.contract, dry.model, batch, len(numbers))
+        parts = parts_of(dry, batch)
         found = []
         for at in range(len(numbers)):
             found.append({name: part[at] if part.ndim else part for name, part in parts.items()})
         return found
 
-    samples = range(dry.number)
-    together = rows(samples)
-    alone = [rows([at])[0] for at in samples]
-    again = rows([0]) + rows([0] * dry.number)
-    return _Embedded(together, rows(samples[::-1])[::-1], alone, again)
+    return _Embedded(
+        together=rows(dry.samples),
+        reverse=rows(dry.samples[::-1])[::-1],
+        alone=[rows([at])[0] for at in dry.samples],
+        again=rows([0]) + rows([0] * len(dry.samples)),
+    )
 
 
-def parts_of(
-    contract: Contract, model: Any, batch: Mapping[str, Any], samples: int
-) -> dict[str, Tensor]:
+def parts_of(dry: DryRun, batch: Batch) -> Parts:
     """Return the checked result of ``embed``.
 
     Args:
-        contract: checks of the task.
-        model: the model.
-        batch: a batch of ``collate``.
-        samples: number of its samples.
+        dry: the dry run.
+        batch: of its samples.
 
     Raises:
         BadInput: parts or columns are not rows per sample.
     """
-    task = contract.task
+    contract = dry.contract
+    samples = len(batch["index"])
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
-    parts = theirs(task, "embed", lambda: task.embed(model, batch))
+    parts: Parts = contract.call("embed", dry.model, batch)
     for name, version in versions.items():
         if batch[name]._version != version:
             raise contract.wrong(
@@ -133,7 +131,7 @@ def parts_of(
             )
 
     # Check that the columns are rows.
-    for name in getattr(task, "batch_columns", ()):
+    for name in getattr(contract.task, "batch_columns", ()):
         value = batch.get(name)
         if isinstance(value, Tensor) and value.ndim and len(value) == samples:
             continue
@@ -146,7 +144,7 @@ def parts_of(
             f"names {name!r}, but collate returned {found} for {samples} samples",
             'name tensors with one row per sample: ("label",)',
         )
-    return dict(parts)
+    return parts
 
 
 def _compare(dry: DryRun, found: _Embedded) -> None:
@@ -226,14 +224,11 @@ def _check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
 
     def loss(copies: int) -> float:
         """Return the loss of a batch with so many copies of the first row."""
-        constant = {}
-        for name, part in parts.items():
-            constant[name] = part[:1].expand(copies, *part.shape[1:]) if part.ndim else part
+        equal = {name: part[[0] * copies] if part.ndim else part for name, part in parts.items()}
         tiled = {}
         for name, column in columns.items():
-            at = torch.arange(copies) % min(_COPIES, len(column))
-            tiled[name] = column[at.to(column.device)]
-        return float(contract.batch_loss(constant, tiled))
+            tiled[name] = column[[at % min(_COPIES, len(column)) for at in range(copies)]]
+        return float(contract.batch_loss(equal, tiled))
 
     # If all embeddings are equal, a sum over twice as many samples is at least twice as large: with
     # more others, the terms of a sample do not get smaller.

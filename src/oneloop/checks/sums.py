@@ -70,11 +70,10 @@ def check_sums(dry: DryRun, first: Pass) -> str:
     Raises:
         BadInput: the loss of the batch is not the sum of the losses of its samples.
     """
-    if not dry.contract.additive or dry.number < 2:
+    if not dry.contract.additive or len(dry.samples) < 2:
         return ""
-    everything = range(dry.number)
-    known = len(dry.micro_batch) == dry.number
-    compute = partial(_train, dry, everything)
+    known = dry.micro_batch == dry.samples
+    compute = partial(_train, dry, dry.samples)
     try:
         with without_draws(dry, compute, first if known else None) as (whole, mode):
             # If random numbers are always drawn, a sample alone would get others.
@@ -94,12 +93,12 @@ class _NoRows(Exception):
 def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
     """Return a parameter whose gradients do not add up. Raise BadInput if the losses do not."""
     rounding = dry.rounding
-    everything = range(dry.number)
+    everything = dry.samples
     parts = [everything[at : at + 1] for at in everything]
     try:
         sums = [_train(dry, part) for part in parts]
     except BadInput:  # the loss needs several samples: compare the halves
-        half = dry.number // 2
+        half = len(everything) // 2
         parts = [everything[:half], everything[half:]]
         sums = [_train(dry, part) for part in parts]
     found = distance(whole, sums)
@@ -119,7 +118,17 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
     if dry.run.any(repeated.exceeds(rounding.most)):
         return ""
     if found.loss > loss:
-        raise dry.contract.wrong_sum(whole.loss, [one.loss for one in sums], mode)
+        # Print enough digits to show the difference.
+        digits = max(6, 2 - math.floor(math.log10(found.loss)))
+        losses = " + ".join(f"{one.loss:.{digits}g}" for one in sums)
+        raise dry.contract.wrong(
+            "loss",
+            f"returned {whole.loss:.{digits}g} {mode} for samples whose losses are {losses}",
+            "another parallel layout would train a different model: let each sample's loss "
+            "depend only on that sample."
+            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
+            "= False in the class",
+        )
     return found.name if found.gradient > gradient else ""
 
 
@@ -129,9 +138,9 @@ def _train(dry: DryRun, places: range) -> Pass:
 
     # If collate draws, take the rows of the whole batch, which has other random numbers.
     if dry.found.collate_draws:
-        whole = dry.batch(range(dry.number))
+        whole = dry.batch(dry.samples)
         for name, value in batch.items():
-            batch[name] = _rows(whole[name], value, places, dry.number)
+            batch[name] = _rows(whole[name], value, places, len(dry.samples))
     with restored_buffers(dry.model):
         return dry.train(batch)
 

@@ -1,11 +1,23 @@
 """What the preflight check finds out about a task and its model, for the run."""
 
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import missing, tool
+from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.machine.compile import CUDA_GRAPHS
+from oneloop.measure.meter import OWN_METRICS
+from oneloop.task_protocol.user_code import named
 
 
 @dataclass
@@ -61,3 +73,94 @@ def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
     numbers = {n: value for n, value in outputs.items() if torch.is_tensor(value) and n != "loss"}
     return tuple(n for n, value in numbers.items() if not value.ndim and not value.is_complex())
+
+
+def logged_names(task: Any, outputs: dict[str, Any]) -> tuple[str, ...]:
+    """Return :func:`metric_names`. Raise BadInput if one is the name of another metric.
+
+    Args:
+        task: for the message.
+        outputs: of its loss.
+    """
+    names = metric_names(outputs)
+    for name in names:
+        if f"train/{name}" in OWN_METRICS:
+            raise BadInput(
+                f"{named(task, 'loss')} returned the output {name!r}; oneloop also logs "
+                f"train/{name}: rename it"
+            )
+    return names
+
+
+def unused_parameters(job: Job, run: Run, model: nn.Module, used: Collection[str]) -> list[str]:
+    """Return the trained parameters that get no gradient. Raise BadInput if DDP would wait.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        model: bare, or sharded by FSDP2.
+        used: names of the parameters that get one.
+    """
+    unused = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and bare_name(name) not in used:
+            unused.append(bare_name(name))
+
+    # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
+    search = job.recipe.machine.find_unused_parameters
+    if unused and run.ranks > 1 and not run.sharded and not search:
+        names = ", ".join(unused[:3])
+        if len(unused) > 3:
+            names += f" and {len(unused) - 3} more"
+        raise BadInput(
+            f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
+            "(requires_grad_(False) in model()), or, if other steps, samples or random numbers use "
+            "them, set --machine.find_unused_parameters true"
+        )
+    return unused
+
+
+def several_lengths(job: Job, batches: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a remark if CUDA graphs are for one shape, but samples have several lengths.
+
+    Args:
+        job: what the recipe describes.
+        batches: of single samples, which are used if their lengths are not known.
+    """
+    machine = job.recipe.machine
+    if machine.compile == "none" or machine.compile_mode not in CUDA_GRAPHS:
+        return []
+    lengths = getattr(job.order, "lengths", None)
+    if lengths is None:
+        lengths = []
+        for batch in batches:
+            tensors = filter(torch.is_tensor, tree_leaves(batch))
+            lengths.append([tensor.shape for tensor in tensors])
+    if all(length == lengths[0] for length in lengths):
+        return []
+    note = (
+        f"machine.compile_mode {machine.compile_mode} records CUDA graphs again for each length of "
+        "a batch, and samples have several; max-autotune-no-cudagraphs records none"
+    )
+    return [note]
+
+
+def drawing(
+    job: Job, run: Run, model: nn.Module, batch: Mapping[str, Any], notes: list[str]
+) -> Any:
+    """Return a context for a forward, which draws the model graph for TensorBoard, if asked.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        model: bare, or sharded by FSDP2.
+        batch: that the forward gets.
+        notes: gets a remark if there is no graph.
+    """
+    if not (run.main and "tensorboard" in job.recipe.track):
+        return nullcontext()
+    graph = tool("graph")
+    if graph is None:
+        notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
+        return nullcontext()
+    return graph.Drawing(model, batch)

@@ -1,25 +1,93 @@
-"""Check task and model in training mode, on a few samples before a run."""
+"""Questions about data sets, state and random numbers, on a few samples before a run."""
 
 from collections.abc import Sequence
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
-from oneloop.basics.tensors import restored_buffers
+from oneloop.basics.tensors import reshard, restored_buffers
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.passes import Pass, changed
 from oneloop.checks.samples import BY_COLLATE, TRAINED
-from oneloop.checks.state import state_hashes
+from oneloop.checks.state import changes, state_hashes
 from oneloop.checks.tolerance import near
 from oneloop.data.sample_checksums import IN_PLACE
-from oneloop.job.preflight_result import metric_names
+from oneloop.job.preflight_result import drawing
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units
 from oneloop.measure.flops import Operations
-from oneloop.measure.meter import OWN_METRICS
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units
+
+
+def check_sets(dry: DryRun) -> None:
+    """Check that the samples of evaluation sets are the same each time.
+
+    Raises:
+        BadInput: they are not, and the run has ``batch.grain``.
+    """
+    notes = dry.found.notes
+    for name in dry.job.eval_sets:
+        _, wrong = dry.read(name)
+        if wrong:
+            notes.append(f"{wrong}, so another evaluation has other results")
+    if notes and dry.job.exact:
+        raise BadInput(
+            f"batch.grain requires that a sample is the same each time, but {notes[0]}; return "
+            "copies, and use torch's global generator"
+        )
+
+
+def check_doubling(dry: DryRun) -> None:
+    """Check that weight and loss of a sample twice are twice its own, and that no state changes.
+
+    Args:
+        dry: the dry run, in eval mode.
+    """
+    contract = dry.contract
+    model = dry.model
+    found = dry.found
+    one = dry.batch([0])
+    weight = dry.weight
+    two = dry.batch([0, 0])
+    twice = dry.weight
+    if found.additive and not found.collate_draws and not near(2 * weight, twice, 1e-6):
+        raise contract.not_double("weight", weight, twice, 1e-6)
+
+    # Compute the loss of the sample, and of the sample twice.
+    hashes = state_hashes(model)
+    with drawing(dry.job, dry.run, dry.root, one, found.notes) as drawn:
+        once = float(contract.loss(model, one)[0])
+    found.graph = getattr(drawn, "graph", None)
+    reshard(model)  # FSDP2 drops what a forward has changed
+    both = float(contract.loss(model, two)[0])
+    found.draws = found.draws or dry.drew()
+
+    # The second must be twice the first, unless evaluations change something. The comparison with
+    # single samples finds small differences, and prints more digits.
+    tolerance = max(1e-4, dry.rounding.tolerance)
+    state = ""
+    moved = changes(hashes, state_hashes(model))
+    if moved:
+        state = f"a forward in evaluation changes the {moved[0].rpartition(' has ')[0]}"
+    elif contract.additive and not found.draws and not near(2 * once, both, tolerance):
+        again = float(contract.loss(model, one)[0])
+        if near(once, again, tolerance):
+            raise contract.not_double("loss", once, both, tolerance)
+        names = [name for name in dry.values.changed() if not name.endswith(".training")]
+        known = ", ".join(names[:3]) or "none that can be compared"
+        state = (
+            "the same sample has another loss in the next evaluation, because the model or the "
+            f"loss keeps a generator or other state (attributes that have changed: {known})"
+        )
+    if state and dry.job.exact:
+        raise BadInput(
+            "batch.grain requires that evaluations are the same on every process and change "
+            f"nothing, but {state}; change it outside of the forward, or remove batch.grain"
+        )
+    if state:
+        found.notes.append(f"{state}, so another parallel layout trains or evaluates another model")
 
 
 def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
@@ -77,17 +145,18 @@ def check_units(dry: DryRun, units: Sequence[Sequence[str]]) -> None:
         dry: the dry run.
         units: what each pass over the micro-batch has run.
     """
-    error = other_units(units, by="a state of the model")
+    ran = {"a state of the model": units}
 
     # Which units run may depend on random numbers (LayerDrop), or on the sample.
-    several = len(set(units[0])) > 1 and not has_batch_statistics(dry.model)
-    if several and dry.draws and not error:
-        drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
-        error = other_units(drawn, by="random numbers (LayerDrop)")
-    if several and not error:
-        error = other_units([_units(dry, [at]) for at in range(dry.number)])
-    if error:
-        raise BadInput(error)
+    if len(set(units[0])) > 1 and not has_batch_statistics(dry.root):
+        if dry.draws:
+            drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
+            ran["random numbers (LayerDrop)"] = drawn
+        ran["the samples"] = [_units(dry, [at]) for at in dry.samples]
+    for by, calls in ran.items():
+        error = other_units(calls, by=by)
+        if error:
+            raise BadInput(error)
 
 
 def _units(dry: DryRun, numbers: Sequence[int], seed: int = 0) -> list[str]:
@@ -141,35 +210,3 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
             f"machine.recompute {recompute} computes blocks a second time, but {stateful}. Use "
             "torch's global generator, or machine.recompute none"
         )
-
-
-def check_gradients(dry: DryRun, last: Pass) -> None:
-    """Find the trained parameters that get no gradient. Raise BadInput if DDP would wait."""
-    unused = dry.found.unused
-    for name, parameter in dry.root.named_parameters():
-        if parameter.requires_grad and bare_name(name) not in last.gradients:
-            unused.append(bare_name(name))
-
-    # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
-    search = dry.job.recipe.machine.find_unused_parameters
-    if unused and dry.run.ranks > 1 and not dry.run.sharded and not search:
-        names = ", ".join(unused[:3])
-        if len(unused) > 3:
-            names += f" and {len(unused) - 3} more"
-        raise BadInput(
-            f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
-            "(requires_grad_(False) in model()), or, if other steps, samples or random numbers use "
-            "them, set --machine.find_unused_parameters true"
-        )
-
-
-def check_outputs(dry: DryRun, last: Pass) -> None:
-    """Find the metrics among the outputs of a loss."""
-    dry.found.metrics = metric_names(last.outputs)
-    for name in dry.found.metrics:
-        if f"train/{name}" in OWN_METRICS:
-            raise dry.contract.wrong(
-                "loss",
-                f"returned the output {name!r}",
-                f"oneloop also logs train/{name}: rename it",
-            )
