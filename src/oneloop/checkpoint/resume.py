@@ -34,7 +34,6 @@ from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer,
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.retention import Keep
-from oneloop.checkpoint.saved_state import STATE
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     load_tensors,
@@ -303,7 +302,7 @@ class RunState:
             if name in saved and hasattr(part, "load_state_dict"):
                 # An error of the user's own code is shown as it is.
                 own = type(part).__module__.startswith(("oneloop.", "torch."))
-                with damaged(path / STATE) if own else nullcontext():
+                with damaged(path) if own else nullcontext():
                     part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()

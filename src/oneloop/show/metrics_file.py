@@ -182,6 +182,7 @@ def _parsed(text: bytes) -> dict[str, Any]:
     step = line["step"]
     if type(step) is not int or not 0 <= step < _MOST_STEPS:
         raise ValueError(f"its step is {step!r:.60}")
-    if not isinstance(line.get("event", ""), str) or not isinstance(line.get("weights", ""), str):
-        raise ValueError("its event, or the name of its weights, is not a text")
+    for name in ("event", "weights"):
+        if not isinstance(line.get(name, ""), str):
+            raise ValueError(f"its {name} is not a text")
     return line
