@@ -17,7 +17,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
-    "oneloop.checks.contract",
+    "oneloop.task_protocol.contract",
     "oneloop.checks.dry_run",
     "oneloop.checks.metrics",
     "oneloop.checks.modes",

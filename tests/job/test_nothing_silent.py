@@ -12,7 +12,7 @@ from slow_cases import with_slow
 from worlds import Ended, each_forked, here, run
 
 pytestmark = pytest.mark.covers(
-    "oneloop.checks.contract",
+    "oneloop.task_protocol.contract",
     "oneloop.checks.evaluation_trial",
     "oneloop.checks.preflight",
     "oneloop.checks.samples",

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.schedule",
     "oneloop.run.final_weights",
     "oneloop.show.metrics_file",
-    "oneloop.checks.contract",
+    "oneloop.task_protocol.contract",
     "oneloop.tasks.language.chunked_loss",
     "oneloop.train",
 )
@@ -410,9 +410,9 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
     from oneloop.basics.exit_codes import BadInput
-    from oneloop.checks.contract import Contract
     from oneloop.measure.meter import Sums
     from oneloop.show.metrics_file import Lines
+    from oneloop.task_protocol.contract import Contract
 
     class Points:
         def collate(self, samples):

@@ -11,7 +11,6 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.seeds import has_drawn, random_states, reseed
-from oneloop.checks.contract import Contract
 from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored
@@ -23,6 +22,7 @@ from oneloop.job.preflight_result import Others, Preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.fsdp2_units import Units
 from oneloop.measure.flops import Operations
+from oneloop.task_protocol.contract import Contract
 from oneloop.task_protocol.user_code import theirs
 
 

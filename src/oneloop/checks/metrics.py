@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from oneloop.basics.generation import TIES, generated
-from oneloop.checks.contract import describe
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.rows import parts_of
+from oneloop.task_protocol.contract import describe
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
 from oneloop.task_protocol.generated import made_for_metrics
 from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.backends import cudnn
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import reshard
 from oneloop.checks.dry_run import DryRun
 from oneloop.evaluation import evaluating
@@ -31,7 +32,8 @@ def without_draws(
         known: the result in the model's own mode, if known.
 
     Yields:
-        The result in this mode, and the mode in words. None: random numbers are always drawn.
+        The result in this mode, and the mode in words. None: random numbers are always drawn, or
+        the loss cannot be computed in eval mode.
     """
     model = dry.model
     root = dry.root
@@ -54,7 +56,12 @@ def without_draws(
                 leave = partial(_set_mode, training)
                 mode.callback(root.register_forward_pre_hook(enter).remove)
                 mode.callback(root.register_forward_hook(leave, always_call=True).remove)
-            result = known or compute()
+            try:
+                result = known or compute()
+            except BadInput:  # the loss may need a model in training mode
+                if words == _OWN:
+                    raise
+                continue
             if known or not dry.drew():
                 yield result, words
                 return

@@ -16,6 +16,7 @@ from oneloop.job.preflight_result import drawing
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units
 from oneloop.measure.flops import Operations
+from oneloop.task_protocol.contract import Contract
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units
@@ -53,7 +54,7 @@ def check_doubling(dry: DryRun) -> None:
     two = dry.batch([0, 0])
     twice = dry.weight
     if found.additive and not found.collate_draws and not near(2 * weight, twice, 1e-6):
-        raise contract.not_double("weight", weight, twice, 1e-6)
+        raise _not_double(contract, "weight", weight, twice, 1e-6)
 
     # Compute the loss of the sample, and of the sample twice.
     hashes = state_hashes(model)
@@ -74,7 +75,7 @@ def check_doubling(dry: DryRun) -> None:
     elif contract.additive and not found.draws and not near(2 * once, both, tolerance):
         again = float(contract.loss(model, one)[0])
         if near(once, again, tolerance):
-            raise contract.not_double("loss", once, both, tolerance)
+            raise _not_double(contract, "loss", once, both, tolerance)
         names = [name for name in dry.values.changed() if not name.endswith(".training")]
         known = ", ".join(names[:3]) or "none that can be compared"
         state = (
@@ -210,3 +211,37 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
             f"machine.recompute {recompute} computes blocks a second time, but {stateful}. Use "
             "torch's global generator, or machine.recompute none"
         )
+
+
+def _not_double(
+    contract: Contract, member: str, once: float, twice: float, tolerance: float
+) -> BadInput:
+    """Return the error for a batch with a sample twice that has not twice its value.
+
+    Args:
+        contract: of the task.
+        member: ``weight`` or ``loss``.
+        once: value for one sample.
+        twice: value for a batch with this sample twice.
+        tolerance: relative tolerance for rounding.
+    """
+    # Name the likely reason: twice the same value is a mean.
+    if member == "weight":
+        fix = "the weight of a batch is the sum of its samples'"
+    elif near(once, twice, tolerance):
+        fix = (
+            "that is a mean: return the SUM over samples (reduction='sum'); the loop divides "
+            "once, by the weight"
+        )
+    else:
+        fix = (
+            "another parallel layout would train a different model: return the sum of the "
+            "samples' losses."
+            " If that is impossible (contrastive losses, mixup), set additive = False in "
+            "the class"
+        )
+    return contract.wrong(
+        member,
+        f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice",
+        fix,
+    )

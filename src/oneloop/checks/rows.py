@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checks.contract import Contract
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
 from oneloop.checks.tolerance import apart
 from oneloop.data.step_batches import Batch
 from oneloop.evaluation import evaluating
+from oneloop.task_protocol.contract import Contract
 from oneloop.task_protocol.whole_batch import Parts, columns_of
 
 _PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"

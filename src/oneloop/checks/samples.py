@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oneloop.basics.seeds import has_drawn, random_states, reseed
-from oneloop.checks.contract import Contract
 from oneloop.data.sample_checksums import checksum, fault
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
+from oneloop.task_protocol.contract import Contract
 from oneloop.task_protocol.user_code import theirs
 
 TRAINED = "train"  # name of the training set among the sets of a job

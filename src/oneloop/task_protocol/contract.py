@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checks.tolerance import near
 from oneloop.task_protocol.user_code import named, theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -160,36 +159,6 @@ class Contract:
                 "compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
             )
         return loss, dict(outputs or {})
-
-    def not_double(self, member: str, once: float, twice: float, tolerance: float) -> BadInput:
-        """Return the error for a batch with a sample twice that has not twice its value.
-
-        Args:
-            member: ``weight`` or ``loss``.
-            once: value for one sample.
-            twice: value for a batch with this sample twice.
-            tolerance: relative tolerance for rounding.
-        """
-        # Name the likely reason: twice the same value is a mean.
-        if member == "weight":
-            fix = "the weight of a batch is the sum of its samples'"
-        elif near(once, twice, tolerance):
-            fix = (
-                "that is a mean: return the SUM over samples (reduction='sum'); the loop divides "
-                "once, by the weight"
-            )
-        else:
-            fix = (
-                "another parallel layout would train a different model: return the sum of the "
-                "samples' losses."
-                " If that is impossible (contrastive losses, mixup), set additive = False in "
-                "the class"
-            )
-        return self.wrong(
-            member,
-            f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice",
-            fix,
-        )
 
 
 def describe(value: Any) -> str:
