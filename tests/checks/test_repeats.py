@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop.checks.passes import Measure, Pass, run_pass
-from oneloop.checks.repeats import Checks
 from oneloop.checks.reports import difference
+from oneloop.job.build import Intervals
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -120,31 +120,20 @@ def test_a_pass_measures_gradients_and_leaves_none():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-class _Due:
-    """The part of a run that decides when to repeat."""
-
-    def __init__(self, *, log: int, check: int, total: int = 100_000) -> None:
-        from types import SimpleNamespace
-
-        from oneloop.job.build import Intervals
-
-        self._job = SimpleNamespace(
-            intervals=Intervals({"log": log, "check": check}, total),
-            recipe=SimpleNamespace(seed=3),
-        )
-
-    def steps(self, until: int) -> list[int]:
-        return [step for step in range(1, until + 1) if Checks._is_due(self, step)]
+def steps(until: int, *, log: int, check: int, total: int = 100_000) -> list[int]:
+    """Return the steps at which a run repeats a micro-batch."""
+    intervals = Intervals({"log": log, "check": check}, total)
+    return [step for step in range(1, until + 1) if intervals.is_repeated(step, seed=3)]
 
 
 def test_repeats_are_early_and_then_rare():
-    steps = _Due(log=1, check=1000).steps(10_000)
-    assert sum(step < 4 for step in steps) == 1
-    assert sum(4 <= step < 16 for step in steps) == 1
-    assert len([step for step in steps if step < 1024]) in (5, 6)
-    assert 8 <= len([step for step in steps if step >= 1024]) <= 10
+    found = steps(10_000, log=1, check=1000)
+    assert sum(step < 4 for step in found) == 1
+    assert sum(4 <= step < 16 for step in found) == 1
+    assert len([step for step in found if step < 1024]) in (5, 6)
+    assert 8 <= len([step for step in found if step >= 1024]) <= 10
 
     # only log steps, and the last one
-    assert all(step % 20 == 0 for step in _Due(log=20, check=1000).steps(9_999))
-    assert _Due(log=1000, check=1000, total=7).steps(7) == [7]
-    assert _Due(log=5, check=1).steps(50) == [*range(5, 55, 5)]
+    assert all(step % 20 == 0 for step in steps(9_999, log=20, check=1000))
+    assert steps(7, log=1000, check=1000, total=7) == [7]
+    assert steps(50, log=5, check=1) == [*range(5, 55, 5)]

@@ -204,9 +204,9 @@ def samples_loaded_once() -> None:
 
 def no_repeats() -> None:
     """Repeat no micro-batch."""
-    from oneloop.checks.repeats import Checks
+    from oneloop.job.build import Intervals
 
-    Checks._is_due = lambda checks, number: False
+    Intervals.is_repeated = lambda intervals, step, seed: False
 
 
 def dropout_left_on() -> None:

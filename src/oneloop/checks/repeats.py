@@ -46,7 +46,6 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 
 DEPENDS = "another parallel layout trains a different model"
 """what follows from a difference, for messages"""
-_GROWTH = 3  # length of an early interval with one repeat, as a multiple of its first log line
 _COPIED = 1 << 26  # bytes of parameters that are copied for a repeat
 
 Place = tuple[int, int, int]
@@ -105,6 +104,8 @@ class Checks:
     def repeat_if_due(self, group: Group, position: int) -> None:
         """At some log lines, repeat a micro-batch of a step. Collective: call on every rank.
 
+        :meth:`oneloop.job.build.Intervals.is_repeated` chooses them.
+
         Args:
             group: this rank's micro-batches of the step, which it still has afterwards.
             position: index of the step's first sample in the order of all samples.
@@ -120,7 +121,7 @@ class Checks:
         number = position // self._job.layout.size + 1
         if self._loaded is not None:
             self._load_once_more(number)
-        if self._is_due(number):
+        if self._job.intervals.is_repeated(number, seed=self._job.recipe.seed):
             self._repeat(group, position, number)
 
     @contextmanager
@@ -141,33 +142,6 @@ class Checks:
         after = state_hashes(self._model)
         found = [f"{change} in {what}" for change in changes(before, after)]
         self._judge(chain.from_iterable(self._run.gathered(found)), "")
-
-    def _is_due(self, number: int) -> bool:
-        """Return whether to repeat at this step: some log steps, early and then rarely.
-
-        There is one in each interval of log lines. The intervals grow until they are as long as
-        ``machine.check_every``.
-
-        Args:
-            number: of the step.
-        """
-        intervals = self._job.intervals
-        if not intervals.is_due("log", number):
-            return False
-        if number >= intervals.total:
-            return True
-        every = intervals.every["log"]
-        line = number // every
-        longest = max(1, intervals.every["check"] // every)
-
-        # Find the interval of this log line.
-        start = 1
-        length = min(longest, _GROWTH * start)
-        while line >= start + length:
-            whole = (line - start) // length if length == longest else 1
-            start += whole * length
-            length = min(longest, _GROWTH * start)
-        return line == start + key(self._job.recipe.seed, start) % length
 
     def _repeat(self, group: Group, position: int, number: int) -> None:
         """Repeat one micro-batch of one rank on all ranks, and judge the results."""

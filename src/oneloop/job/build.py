@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale, is_time
+from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder, checked_order, order_hash, order_of
 from oneloop.data.step_batches import CollateWithWeight
@@ -32,6 +33,7 @@ from oneloop.task_protocol.protocol import Task
 
 _LOG = 50  # steps between log lines with log.every auto, at most
 _LINES = 40  # log lines of a shorter run, at least
+_GROWTH = 3  # length of an early interval with one repeat, in multiples of its first log line
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,28 @@ class Intervals:
 
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)
+
+    def is_repeated(self, step: int, *, seed: int) -> bool:
+        """Return whether to repeat a micro-batch of this step: at some log lines, and at the end.
+
+        There is one in each interval of log lines: early often, and at last every
+        ``machine.check_every`` steps.
+        """
+        if not self.is_due("log", step):
+            return False
+        if step >= self.total:
+            return True
+        line = step // self.every["log"]
+        longest = max(1, self.every["check"] // self.every["log"])
+
+        # Find the interval of this log line.
+        start = 1
+        length = min(longest, _GROWTH * start)
+        while line >= start + length:
+            whole = (line - start) // length if length == longest else 1
+            start += whole * length
+            length = min(longest, _GROWTH * start)
+        return line == start + key(seed, start) % length
 
     def __contains__(self, name: str) -> bool:
         return name in self.every
