@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -93,6 +94,10 @@ class DryRun:
         """Return whether random numbers were drawn since the last batch was collated."""
         return has_drawn(self.seeded, self.run.device)
 
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""
+        return self.run.any(flag) if self.run.sharded else flag
+
     def train(
         self,
         batch: Batch,
@@ -136,9 +141,7 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
-    # The task's code may change these objects beside the model.
-    sets = {f"data set {name}": part for name, part in job.sets.items()}
-    restoring = restored(run.device, model=model, task=job.task, **sets)
+    restoring = restored(run.device, model=model, task=job.task, **_data_sets(job))
     with SampleReader(samples, workers=workers) as read:
         try:
             with restoring as values, _task_state_restored(contract), eager:
@@ -153,6 +156,11 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
                     f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
                 ) from error
             raise
+
+
+def _data_sets(job: Job) -> dict[str, Any]:
+    """Return the data sets, whose attributes the task's code may change."""
+    return {f"data set {name}": dataset for name, dataset in job.sets.items()}
 
 
 @contextmanager

@@ -102,7 +102,7 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
         parts = [everything[:half], everything[half:]]
         sums = [_train(dry, part) for part in parts]
     found = distance(whole, sums)
-    if not dry.run.any(found.exceeds(rounding.least)):
+    if not dry.any(found.exceeds(rounding.least)):
         return ""
 
     # The control: the same samples again, and in reverse order.
@@ -115,7 +115,7 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
     gradient = rounding.limit(max(control.gradient for control in controls))
 
     # A model that keeps state has no such sums; other checks report it.
-    if dry.run.any(repeated.exceeds(rounding.most)):
+    if dry.any(repeated.exceeds(rounding.most)):
         return ""
     if found.loss > loss:
         # Print enough digits to show the difference.
