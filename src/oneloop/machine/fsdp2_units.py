@@ -117,7 +117,7 @@ class Units:
         if self.calls and self._union is None:
             unused = [name for name in self._parameters if name not in self._used]
         self.last = self.calls, unused
-        ran = xxh3_64_intdigest(repr(self.last))
+        ran = xxh3_64_intdigest(repr(self.last).encode())
         self.forget()
         numbers = []
         for modulus in _MODULI:
