@@ -5,10 +5,11 @@ from oneloop.basics.system import check_system
 check_system()  # before the imports that a system could lack
 
 import json
+import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import required
 from oneloop.basics.launcher import die_with_launcher, ranks
-from oneloop.basics.streams import never_failing
+from oneloop.basics.streams import lossy
 from oneloop.checkpoint.mirror import local_run
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of, reject_while_importing
@@ -75,7 +76,9 @@ def fit(
         with borrowed(mixed_precision):
             command = ["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
             run = start_run(chosen, command=command)
-            with run.stopping.listening(), never_failing():
+            output = redirect_stdout(lossy(sys.stdout))
+            errors = redirect_stderr(lossy(sys.stderr))
+            with run.stopping.listening(), output, errors:
                 summary, fault = conduct(train, chosen, run)
     if fault is not None:
         raise fault

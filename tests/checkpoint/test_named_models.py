@@ -13,7 +13,6 @@ from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import together
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import header, read_manifest
-from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.state_dict import buffers_of, model_tensors
 from oneloop.ema import EMA
@@ -410,8 +409,6 @@ def test_names_that_a_checkpoint_cannot_hold_are_rejected(name):
         RunState({name: net}, optimizer, parts={})
     with pytest.raises(ValueError, match="cannot be part of the names"):
         RunState(net, {name: optimizer}, parts={})
-    with pytest.raises(ValueError, match="cannot be part of the names"):
-        RankBuffers({name: net})
 
 
 def test_a_parameter_with_two_optimizers_is_rejected(tmp_path):

@@ -104,16 +104,20 @@ def together(models: Models) -> nn.Module:
         return models
     holder = NamedModels()
     for name, model in by_name(models):
-        holder.add_module(name, _unwrapped(model))
+        holder.add_module(name, unwrapped(model))
     return holder
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without the wrappers of DDP and torch.compile, in any order."""
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return a model or a module without wrappers, in any order.
+
+    These are DDP, torch.compile and activation checkpointing.
+    """
     inner: Any = model._modules.get("_orig_mod", model)
+    inner = inner._modules.get("_checkpoint_wrapped_module", inner)
     if isinstance(inner, DistributedDataParallel):
         inner = inner.module
-    return inner if inner is model else _unwrapped(inner)
+    return inner if inner is model else unwrapped(inner)
 
 
 def by_name(several: Mapping[str, _Named]) -> list[tuple[str, _Named]]:

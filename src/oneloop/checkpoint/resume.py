@@ -230,7 +230,6 @@ class RunState:
         """
         buffers = self._buffers.targets(folder)
         load_tensors(folder, self.model, extra=self._extra() | buffers)
-        self._buffers.install(folder, buffers, lambda line: None)
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
         """Return the bytes of a checkpoint's files that this rank reads."""
@@ -288,14 +287,13 @@ class RunState:
         saved = checkpoints.load(
             path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check_state
         )
-        self._buffers.install(path, buffers, say)
         if path.resolve().parent != checkpoints.store.root.resolve():
             saved = {name: value for name, value in saved.items() if name not in self._own}
 
         # Start the EMAs of parameters that were not trained before from the current weights.
-        there = read_manifest(path)["tensors"]
+        there = read_manifest(path)
         for ema in self.emas:
-            ema.begin(ema.tensors().keys() - there.keys())
+            ema.begin(ema.tensors().keys() - there["tensors"].keys())
 
         # Restore the components; one that is new in this run, such as an EMA, restarts.
         for name, part in self.parts.items():
@@ -308,6 +306,13 @@ class RunState:
                 part.restart()
         if checkpoints.complete:
             _report_others(saved.keys() - {"optimizer", GENERATORS}, self.parts.keys(), say)
+        ranks = there["about"].get("ranks")
+        if buffers and ranks != checkpoints.ranks:
+            say(
+                f"the run had {ranks} processes and continues on {checkpoints.ranks}, each with "
+                "the buffers of rank 0; if training changes them, it differs from a run without a "
+                "stop"
+            )
         if checkpoints.settings is None:
             _restore_generators(saved.get(GENERATORS, []), checkpoints, step_in(path.name), say)
         source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path

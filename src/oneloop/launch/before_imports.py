@@ -15,7 +15,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import launcher, rank, ranks
-from oneloop.basics.streams import never_fail
+from oneloop.basics.streams import lossy
 from oneloop.basics.system.processes import continue_in_child, die_with, handed_over
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.signals import leave
@@ -30,7 +30,7 @@ def begin() -> None:
     ``--help`` and bad input end the process here.
     """
     open_streams()
-    never_fail()
+    sys.stdout, sys.stderr = lossy(sys.stdout), lossy(sys.stderr)
     supervised()
     report(sys.argv[1:])
 
@@ -136,4 +136,5 @@ def open_streams() -> None:
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+            null = os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, os.fdopen(null, mode, closefd=False))

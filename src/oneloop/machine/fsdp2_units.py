@@ -11,11 +11,13 @@ before the step's result is accepted.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from xxhash import xxh3_64_intdigest
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.heartbeats import BEATS
@@ -41,13 +43,12 @@ class Units:
         self, model: nn.Module, *, union: Callable[[list[bool]], list[bool]] | None = None
     ) -> None:
         self._union = union
-        self.parameters: list[nn.Parameter] = []  # the trained ones, sharded
-        # whether each took part in the loss since the last :meth:`hashes`, on this rank
-        self.used: list[bool] = []
+        self._parameters: dict[str, nn.Parameter] = {}  # the trained ones, sharded
+        # names of those in the loss since the last :meth:`hashes`, on this rank
+        self._used: set[str] = set()
         self.calls: list[str] = []  # the units that ran since then
         self.last: tuple[list[str], list[str]] = [], []
         """the input of the last :meth:`hashes`: names of units, and of unused parameters"""
-        self._names: list[str] = []  # of the parameters
         self.closing = ExitStack()  # removes the hooks
 
         # Add hooks to all units.
@@ -60,16 +61,15 @@ class Units:
                 enter: Any = partial(self._enter, bare_name(name))
                 unit: Any = module
                 self.closing.callback(unit.register_forward_pre_hook(enter).remove)
-        self.forget()
 
     def _watch_group(self, group: Any, names: dict[int, str]) -> None:
         """Record the use of a group's trained parameters."""
-        trained = []
+        trained = {}
         for one in group.fsdp_params:
             if one.sharded_param.requires_grad:
-                trained.append((len(self.parameters), one))
-                self._names.append(names[id(one.sharded_param)])
-                self.parameters.append(one.sharded_param)
+                name = names[id(one.sharded_param)]
+                trained[name] = one
+                self._parameters[name] = one.sharded_param
         group.post_backward = partial(self._reduce, trained, group.post_backward)
         self.closing.callback(delattr, group, "post_backward")
 
@@ -79,29 +79,29 @@ class Units:
             BEATS.unit = f"{len(self.calls)} ({name or 'the root'})"
 
     def _reduce(
-        self, trained: list[tuple[int, Any]], post_backward: Callable[..., None], *given: Any
+        self, trained: dict[str, Any], post_backward: Callable[..., None], *given: Any
     ) -> None:
         """Record used parameters after a unit's backward, before FSDP2 frees the gradients."""
-        for number, one in trained:
+        for name, one in trained.items():
             whole = getattr(one, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
-                self.used[number] = True
+                self._used.add(name)
         post_backward(*given)
 
     def forget(self) -> None:
         """Drop what is recorded, as after a step, or after passes that train nothing."""
         self.calls = []
-        self.used = [False] * len(self.parameters)
+        self._used = set()
 
     def drop_unused(self) -> None:
         """Drop FSDP2's zero gradients of parameters that no rank used.
 
         Collective: call on every rank, after a step's last backward.
         """
-        used = self.used
+        used = [name in self._used for name in self._parameters]
         if self._union is not None and used:
             used = self._union(used)
-        for parameter, is_used in zip(self.parameters, used, strict=True):
+        for parameter, is_used in zip(self._parameters.values(), used, strict=True):
             if not is_used:
                 parameter.grad = None
 
@@ -111,13 +111,13 @@ class Units:
         They cover the units that ran and, without ``union``, the unused parameters. Clear both for
         the next step.
         """
-        if not self.parameters:
+        if not self._parameters:
             return []
         unused = []
         if self.calls and self._union is None:
-            unused = [name for name, used in zip(self._names, self.used) if not used]
+            unused = [name for name in self._parameters if name not in self._used]
         self.last = self.calls, unused
-        ran = hash((*map(_number, self.calls), -1, *map(_number, unused)))
+        ran = xxh3_64_intdigest(repr(self.last).encode())
         self.forget()
         numbers = []
         for modulus in _MODULI:
@@ -157,17 +157,12 @@ def other_units(calls: Sequence[Sequence[str]], *, by: str = "the samples") -> s
         by: on what they depend.
     """
     # Find the first call that differs.
-    for number in range(max(map(len, calls))):
-        ran = set()
-        for names in calls:
-            if number < len(names):
-                ran.add(names[number] or "the root")
-            else:
-                ran.add("nothing")
+    for number, names in enumerate(zip_longest(*calls, fillvalue="nothing"), 1):
+        ran = {name or "the root" for name in names}
         if len(ran) > 1:
             return (
                 "FSDP2 needs all processes to run the same units, and which units run depends on "
-                f"{by}: call {number + 1} of a step was {' or '.join(sorted(ran))}; run "
+                f"{by}: call {number} of a step was {' or '.join(sorted(ran))}; run "
                 "every unit for every batch, set machine.blocks to them, or use ddp.yaml with "
                 f"{SEARCH}"
             )
@@ -184,11 +179,6 @@ def search_unused(model: nn.Module) -> bool:
             return False
         model.set_reduce_scatter_unused_params(True)
     return True
-
-
-def _number(text: str) -> int:
-    """Return a number that is equal on all processes, which ``hash`` of a string is not."""
-    return int.from_bytes(text.encode(), "big") % (2**61 - 1)
 
 
 def unit_groups(module: Any) -> Iterator[Any]:
