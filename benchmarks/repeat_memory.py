@@ -64,8 +64,9 @@ def peak(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    from oneloop import train
     from oneloop.loop.repeat import Repeats
+
+    from oneloop import train
 
     Repeats.repeat = peak("repeat", Repeats.repeat)  # type: ignore[method-assign]
     train.accumulate = peak("step", train.accumulate)

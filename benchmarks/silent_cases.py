@@ -7,7 +7,7 @@
 
 Each case is a real run, or several, on one process, DDP and FSDP2, without and with `batch.grain`.
 Cases, helpers and expectations are those of this checkout, for both. A file of results is written
-after each case, and a second call goes on where the first one ended.
+after each case, and a second call continues where the first one ended.
 
 The parts: `models` are the cases of zoo_silent*.py; `late` those of late_state.py; `sums` those of
 sum_cases.py, wrong and right ones; `changes` are the changes in the dry run of silent_values.py;

@@ -367,7 +367,7 @@ def test_the_loop_is_one_page():
     (train,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "train")
     assert len(source.splitlines()) - len(code_measures.docstring_lines(source)) <= 240
     assert length(train) <= 150
-    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 22
+    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 23
     assert len(stored(train)) <= 45
     assert sum(isinstance(node, ast.FunctionDef) for node in ast.walk(train)) - 1 <= 2
     for call in ("accelerator.accumulate(", "accelerator.backward(", "clip_(", "guard.step("):

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.covers()
 
 PACKAGE = ROOT / "src" / "oneloop"
 WORDS = 25  # maximum words per sentence
-OTHERS = {"self.wrong", "contract.wrong"}  # their text follows "my_task.py:MyTask.loss"
+OTHERS = {"self.wrong", "contract.wrong", "self.contract.wrong", "dry.contract.wrong"}
+"""their text follows "my_task.py:MyTask.loss\""""
 DIALECT = re.compile(
     r"\b(told|tells?|said|says?|lies?|stands?|stood|goes on|gone on|go on|anew|is no|is none|are no|none of|nor"  # noqa: E501
     r"|asked for|a person|people|figures?|wreck|stance|at all|usual|otherwise|parts|leaf|leaves|there already"  # noqa: E501

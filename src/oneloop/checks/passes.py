@@ -237,16 +237,15 @@ class _Unit:
 
     def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
-        for (name, *_), now, before in zip(self._held, self._now(), self._before, strict=False):
-            whole, trained, content = before
+        states = zip(self._held, self._now(), self._before, strict=False)
+        for (name, *_), now, (whole, trained, content) in states:
             if isinstance(now, DTensor):
                 continue  # freed
             if now is None or not _is_same(now, whole):
                 raise Inexact(
                     f"a forward in training replaces the parameter {name} by another tensor, as "
-                    "torch.func.functional_call does, but its module belongs to a unit of FSDP2, "
-                    "which uses its own parameters; set machine.blocks to classes outside of "
-                    "this unit, or use ddp.yaml"
+                    "torch.func.functional_call does; a unit of FSDP2 uses its own parameters: set "
+                    "machine.blocks to classes outside of this unit, or use ddp.yaml"
                 )
             if (now.requires_grad, _content(now)) != (trained, content):
                 raise Inexact(changed(f"parameter {name}"))

@@ -79,13 +79,13 @@ def check_doubling(dry: DryRun) -> None:
         names = [name for name in dry.values.changed() if not name.endswith(".training")]
         known = ", ".join(names[:3]) or "none that can be compared"
         state = (
-            "the same sample has another loss in the next evaluation, because the model or the "
-            f"loss keeps a generator or other state (attributes that have changed: {known})"
+            "the same sample has another loss in the next evaluation: the model or the loss keeps a "
+            f"generator or other state (attributes that have changed: {known})"
         )
     if state and dry.job.exact:
         raise BadInput(
-            "batch.grain requires that evaluations are the same on every process and change "
-            f"nothing, but {state}; change it outside of the forward, or remove batch.grain"
+            "batch.grain requires evaluations that are equal on every process and change nothing; "
+            f"found: {state}; change it outside of the forward, or remove batch.grain"
         )
     if state:
         found.notes.append(f"{state}, so another parallel layout trains or evaluates another model")
@@ -197,18 +197,19 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
     dry.found.stateful = stateful
     if stateful and dry.job.exact:
         raise BadInput(
-            "batch.grain requires that the same samples with the same seeds give the same loss, "
-            f"but {stateful}. Use torch's global generator and return copies, or remove batch.grain"
+            "batch.grain requires that the same samples with the same seeds give the same loss; "
+            f"found: {stateful}. Use torch's global generator and return copies, or remove "
+            "batch.grain"
         )
     if stateful and dry.contract.whole:
         raise BadInput(
-            "a loss over the whole batch embeds each micro-batch twice, and needs equal results, "
-            f"but {stateful}. Use torch's global generator and return copies"
+            "a loss over the whole batch embeds each micro-batch twice, and needs equal results; "
+            f"found: {stateful}. Use torch's global generator and return copies"
         )
     recompute = dry.job.recipe.machine.recompute
     if stateful.endswith(OWN_STATE) and recompute != "none":
         raise BadInput(
-            f"machine.recompute {recompute} computes blocks a second time, but {stateful}. Use "
+            f"machine.recompute {recompute} computes blocks a second time; found: {stateful}. Use "
             "torch's global generator, or machine.recompute none"
         )
 

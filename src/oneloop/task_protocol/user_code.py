@@ -1,7 +1,4 @@
-"""Call a task's code: an error names its file and line.
-
->>> train_set = theirs(task, "train_set", task.train_set)
-"""
+"""Call a task's code: an error names its file and line."""
 
 import inspect
 import math
