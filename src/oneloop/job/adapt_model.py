@@ -113,14 +113,14 @@ def adapt_to_machine(
 
         kind, share = parsed(machine.recompute)
         number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
-        if number:
-            notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
         if kind == "budget":
             budget = share
             notes.append(
                 f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller "
                 "share may have a higher peak (pytorch #197838), so measure several"
             )
+        else:
+            notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
 
     # Compilation.
     number = compile_(

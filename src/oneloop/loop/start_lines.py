@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from oneloop.checks.repeats import DEPENDS
 from oneloop.checks.replicas import replica_group
+from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
@@ -52,13 +53,10 @@ def start_lines(
     about = getattr(job.train_set, "about", lambda: None)()
     if about:
         yield f"data: {about}"
-    if hasattr(type(job.train_set), "traffic"):  # a property, which reads footers
-        from oneloop.data.network_traffic import traffic_line
-
-        hosts = run.ranks // run.local_ranks
-        network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
-        if network:
-            yield network
+    hosts = run.ranks // run.local_ranks
+    network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
+    if network:
+        yield network
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from oneloop.basics.generation import TEXTS, generated
 from oneloop.basics.tensors import recovered
-from oneloop.show.pictures import data_url, side_by_side
 
 _Load = Callable[[list[int]], Any]
 _PICTURES = ("image", "target", "prediction")
@@ -190,11 +189,14 @@ class Examples:
         for sample in self.samples:
             sample = dict(sample)
             image = sample.pop("image", None)
-            if "parts" in sample:
-                parts = sample["parts"].items()
-                sample["parts"] = {n: data_url(part, mask=n != "image") for n, part in parts}
-            elif image is not None:
-                sample["image"] = data_url(image)
+            if image is not None:
+                from oneloop.show.pictures import data_url
+
+                if "parts" in sample:
+                    parts = sample["parts"].items()
+                    sample["parts"] = {n: data_url(part, mask=n != "image") for n, part in parts}
+                else:
+                    sample["image"] = data_url(image)
             samples.append(sample)
         return {
             "weights": self.weights,
@@ -255,6 +257,8 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
         if getattr(shown.get(name), "ndim", 0) >= 2:
             pictures[name] = torch.as_tensor(shown[name])
     if pictures.keys() - {"image"}:
+        from oneloop.show.pictures import side_by_side
+
         rest = {name: value for name, value in shown.items() if name not in pictures}
         shown = {**rest, "parts": pictures, "image": side_by_side([*pictures.values()])}
 

@@ -17,7 +17,6 @@ from oneloop.basics.files import dumps, flattened, intact, replacing, vouched
 from oneloop.basics.untrusted import read_json
 from oneloop.show.examples import Examples, with_earlier
 from oneloop.show.metrics_file import Lines
-from oneloop.show.pictures import matrix, tiles
 
 _FLUSH_INTERVAL = 5.0  # seconds between two flushes to TensorBoard, which block
 
@@ -273,6 +272,8 @@ def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
 
     Names of EMA weights begin with the name of the EMA, as those of metrics do.
     """
+    from oneloop.show.pictures import matrix, tiles
+
     pictures = {}
     head = "" if examples.weights == "raw" else f"{examples.weights}/"
     for name, worst in (("examples/fixed", False), ("examples/worst", True)):
