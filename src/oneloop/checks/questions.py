@@ -79,8 +79,8 @@ def check_doubling(dry: DryRun) -> None:
         names = [name for name in dry.values.changed() if not name.endswith(".training")]
         known = ", ".join(names[:3]) or "none that can be compared"
         state = (
-            "the same sample has another loss in the next evaluation: the model or the loss keeps a "
-            f"generator or other state (attributes that have changed: {known})"
+            "the same sample has another loss in the next evaluation: the model or the loss keeps "
+            f"state, such as a generator (attributes that have changed: {known})"
         )
     if state and dry.job.exact:
         raise BadInput(

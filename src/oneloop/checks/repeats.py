@@ -33,7 +33,7 @@ from oneloop.checks.reports import (
     samples_differ,
 )
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
-from oneloop.checks.tolerance import tolerance_of
+from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_checksums import checksum
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, Group, loader, to_device
@@ -95,7 +95,7 @@ class Checks:
         # Where a rerun gives the same bits, they are compared.
         on_one_host = run.device.type == "cpu" and run.local_ranks == run.ranks
         bits = job.exact or job.recipe.machine.deterministic or on_one_host
-        self._least = None if bits else tolerance_of(job, run, model)
+        self._least = None if bits else rounding_of(job, run, model).tolerance
 
         # Of the last comparison: tensors, and what it has loaded.
         self._last: dict[str, tuple[Tensor, bool, int]] = {}

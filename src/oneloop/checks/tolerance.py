@@ -34,16 +34,12 @@ _HALF = Rounding(3e-2, 3e-2, 0.3)
 
 def rounding_of(job: Job, run: Run, model: nn.Module) -> Rounding:
     """Return which differences count as rounding in this run."""
+    narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+    if narrow or run.accelerator.mixed_precision != "no":
+        return _HALF
     if job.dtype is torch.float64:
         return _FLOAT64
-    narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-    mixed = run.accelerator.mixed_precision != "no"
-    return _HALF if narrow or mixed or job.recipe.machine.matmul != "highest" else _FLOAT32
-
-
-def tolerance_of(job: Job, run: Run, model: nn.Module) -> float:
-    """Return the relative tolerance for rounding of sums."""
-    return rounding_of(job, run, model).tolerance
+    return _FLOAT32 if job.recipe.machine.matmul == "highest" else _HALF
 
 
 def near(a: float, b: float, tolerance: float) -> bool:
