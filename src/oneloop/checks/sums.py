@@ -31,13 +31,13 @@ class Distance(NamedTuple):
         return max(self.loss, self.gradient) > limit
 
 
-def distance(whole: Pass, parts: Sequence[Pass]) -> Distance:
+def distance(whole: Pass, parts: Sequence[Pass], floor: float) -> Distance:
     """Return how far loss and gradients of a batch are from the sums of its parts."""
     losses = [part.loss for part in parts]
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
 
     # A gradient that is 0 but for rounding (biases of keys) is compared with all the others.
-    noise = 1e-2 * math.fsum(gradient.norm for gradient in whole.gradients.values())
+    noise = floor * math.fsum(gradient.norm for gradient in whole.gradients.values())
     gradients = [(0.0, "")]
     for name, gradient in whole.gradients.items():
         found = [part.gradients.get(name, _NONE) for part in parts]
@@ -104,16 +104,17 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
         half = len(everything) // 2
         parts = [everything[:half], everything[half:]]
         sums = [_train(dry, part) for part in parts]
-    found = distance(whole, sums)
+    found = distance(whole, sums, rounding.floor)
     if not dry.any(found.exceeds(rounding.least)):
         return ""
 
     # The control: the same samples again, and in reverse order.
     again = _train(dry, everything)
-    repeated = distance(whole, [again])
+    repeated = distance(whole, [again], rounding.floor)
     controls = [repeated]
     for part, one in zip([everything, *parts], [again, *sums], strict=True):
-        controls.append(distance(one, [_train(dry, part[::-1])]))
+        reverse = _train(dry, part[::-1])
+        controls.append(distance(one, [reverse], rounding.floor))
     loss = rounding.limit(max(control.loss for control in controls))
     gradient = rounding.limit(max(control.gradient for control in controls))
 

@@ -20,6 +20,7 @@ class Rounding(NamedTuple):
     tolerance: float  # of two results of the same sum
     least: float  # of two sums over the same samples
     most: float  # of these, even if the control differs more
+    floor: float  # share of all gradients: a smaller gradient counts as this one
 
     def limit(self, noise: float) -> float:
         """Return the limit for two sums, by the largest distance of a control."""
@@ -27,9 +28,9 @@ class Rounding(NamedTuple):
 
 
 # The error of float64 is about 1e-13 in deep models, and the start-up log promises 1e-6.
-_FLOAT64 = Rounding(1e-9, 1e-9, 1e-6)
-_FLOAT32 = Rounding(1e-4, 4e-6, 1e-3)  # 4e-6: 32 units of float32's last place
-_HALF = Rounding(3e-2, 3e-2, 0.3)
+_FLOAT64 = Rounding(1e-9, 1e-9, 1e-6, 1e-4)
+_FLOAT32 = Rounding(1e-4, 4e-6, 1e-3, 1e-2)  # 4e-6: 32 units of float32's last place
+_HALF = Rounding(3e-2, 3e-2, 0.3, 1e-2)
 
 
 def rounding_of(job: Job, run: Run, model: nn.Module) -> Rounding:
