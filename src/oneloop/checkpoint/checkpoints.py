@@ -19,12 +19,19 @@ from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
+from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
 from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
+from oneloop.checkpoint.optimizer_values import (
+    Settings,
+    load_values,
+    optimizer_values,
+    settings_of,
+)
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -36,17 +43,7 @@ from oneloop.checkpoint.saved_state import (
     read_state,
     state_problems,
 )
-from oneloop.checkpoint.state_dict import (
-    Settings,
-    buffers_of,
-    described,
-    load_tensors,
-    load_values,
-    optimizer_tensors,
-    optimizer_values,
-    reject_others,
-    settings_of,
-)
+from oneloop.checkpoint.state_dict import buffers_of, described, load_tensors, reject_others
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
 
 if TYPE_CHECKING:

@@ -228,15 +228,11 @@ class Base:
         # The checkpoint and the model must both store them, or both name a base model.
         recorded = base_of(checkpoint)
         named = recorded is not None and file_of(recorded[1]) == NAMED
-        if named and self._origin is None:
+        if named == (self._origin is None):
+            kinds = ["stored", "only referenced"]
             raise ValueError(
-                f"{checkpoint}: its frozen parameters are only referenced, but those of this model "
-                "are stored"
-            )
-        if not named and self._origin is not None:
-            raise ValueError(
-                f"{checkpoint}: its frozen parameters are stored, but those of this model are only "
-                "referenced"
+                f"{checkpoint}: its frozen parameters are {kinds[named]}, but those of this model "
+                f"are {kinds[not named]}"
             )
 
         # Verify the files.

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import (
@@ -34,31 +33,9 @@ from oneloop.basics.tensors import (
 from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
-from oneloop.checkpoint.optimizer_values import (
-    Settings,
-    load_values,
-    members_of,
-    optimizer_targets,
-    optimizer_values,
-    own_targets,
-    settings_of,
-)
+from oneloop.checkpoint.optimizer_values import members_of, optimizer_targets, own_targets
 from oneloop.checkpoint.pieces import NAMES, Tensors
 from oneloop.checkpoint.rank_buffers import PREFIX, buffer_in
-
-__all__ = [
-    "Settings",
-    "buffers_of",
-    "described",
-    "load_tensors",
-    "load_values",
-    "model_tensors",
-    "optimizer_tensors",
-    "optimizer_values",
-    "reject_others",
-    "settings_of",
-    "unsavable",
-]
 
 
 def unsavable(model: nn.Module) -> str:
