@@ -152,7 +152,7 @@ def checked(names: list[str], *words: str) -> dict[str, str]:
         more = DOUBLE if name in IN_FLOAT64 and not words else []
         recipe = read([*keys, "--batch.micro", micro, *words, *more])
         job = build_job(recipe, ranks=there.ranks, sharded=there.sharded)
-        if "float64" in words:  # as oneloop prove --double does
+        if recipe.machine.dtype == "float64":  # as oneloop prove --double does
             job.model.double()
         model = there.prepare(job.model, blocks=job.built.blocks)
         before = state_of(model)
