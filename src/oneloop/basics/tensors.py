@@ -261,6 +261,23 @@ def is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
+def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the process group of the ranks that hold the same parameters as this rank.
+
+    Return None if there is no other.
+    """
+    if is_alone():
+        return None
+    parameter = next(iter(model.parameters()))
+    if not isinstance(parameter, DTensor):
+        return dist.group.WORLD
+    mesh = parameter.device_mesh
+    along = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
+    if along and mesh.size(along[0]) > 1:
+        return mesh.get_group(along[0])
+    return None
+
+
 def host_group() -> Any:
     """Return a group of all ranks on the host, whose collectives may wait for a day. Collective."""
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))

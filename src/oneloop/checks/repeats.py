@@ -34,13 +34,13 @@ from oneloop.checks.reports import (
 )
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
-from oneloop.data.sample_checksums import checksum
+from oneloop.data.sample_checksums import entry_checksums
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, Group, loader, to_device
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
-from oneloop.machine.blocks import BATCH_STATISTICS
+from oneloop.machine.blocks import statistics_of
 from oneloop.machine.fsdp2_units import Units
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -155,9 +155,9 @@ class Checks:
         # What this rank trains on, and the same samples loaded again.
         delivered = [next(group.batches) for _ in range(micro + 1)]
         group.batches = chain(delivered, group.batches)
-        trained = checksums(delivered[-1]) if run.rank == rank else {}
+        trained = entry_checksums(delivered[-1]) if run.rank == rank else {}
         batch = self._load(place)
-        self._loaded = None if self._reported else (place, checksums(batch))
+        self._loaded = None if self._reported else (place, entry_checksums(batch))
 
         # All ranks judge the same reports, so that all of them raise the same error.
         try:
@@ -176,7 +176,7 @@ class Checks:
             rank,
             least=self._least,
             # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
-            across=self._moving <= self._statistics(),
+            across=self._moving <= statistics_of(bare(self._model)),
         )
         if not why:
             self.equal_at = number
@@ -247,7 +247,7 @@ class Checks:
         assert self._loaded is not None
         place, before = self._loaded
         self._loaded = None
-        after = checksums(self._load(place))
+        after = entry_checksums(self._load(place))
         differ = [name for name in before if after.get(name) != before[name]]
         names: list[list[str]] = self._run.gathered(differ)
         for rank, differ in enumerate(names):
@@ -275,8 +275,9 @@ class Checks:
                 second = self._pass(batch, place)
         finally:
             self._units.forget()
-        moved = [f"{change} in a forward" for change in changes(before, after)]
-        return Report(checksums(batch), trained, moved + since, attributes, shared, (first, second))
+        found = [f"{change} in a forward" for change in changes(before, after)] + since
+        samples = entry_checksums(batch)
+        return Report(samples, trained, found, attributes, shared, (first, second))
 
     def _changed_since(self) -> list[str]:
         """Return how tensors have changed since the last call, but not by updates."""
@@ -308,19 +309,6 @@ class Checks:
         self._seed(*place)
         result = run_pass(model, lambda: self._job.task.loss(model, copy))
         return result._replace(outputs={})
-
-    def _statistics(self) -> set[str]:
-        """Return the names of BatchNorm's buffers, which a forward in training does not read."""
-        names = set()
-        for prefix, module in bare(self._model).named_modules():
-            if isinstance(module, BATCH_STATISTICS):
-                names |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
-        return names
-
-
-def checksums(batch: Batch) -> dict[str, str]:
-    """Return a checksum of each entry of a batch. Host sync."""
-    return {name: checksum([value]) for name, value in batch.items()}
 
 
 def _name(change: str) -> str:

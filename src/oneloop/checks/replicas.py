@@ -9,32 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from oneloop.basics.tensors import is_alone
+from oneloop.basics.tensors import replica_group
 from oneloop.checks.state import state_hashes
 
 
 class ReplicasDiffer(RuntimeError):
     """Two replicas hold different values of the same tensor."""
-
-
-def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that hold the same parameters as this rank.
-
-    Return None if there is no other.
-    """
-    if is_alone():
-        return None
-    parameter = next(iter(model.parameters()))
-    if not isinstance(parameter, DTensor):
-        return dist.group.WORLD
-    mesh = parameter.device_mesh
-    along = [dim for dim, placement in enumerate(parameter.placements) if placement.is_replicate()]
-    if along and mesh.size(along[0]) > 1:
-        return mesh.get_group(along[0])
-    return None
 
 
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None:

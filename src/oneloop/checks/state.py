@@ -282,7 +282,9 @@ def _setter(tensor: Tensor) -> Callable[[Tensor], None]:
 
 
 def _refill(value: Any, copy: Any) -> None:
-    """Give a container the elements of its copy."""
+    """Give a container the elements of its copy, if it has others."""
+    if _digest(value) == _digest(copy):
+        return  # another thread may read it
     value.clear()
     if isinstance(value, dict | set):
         value.update(copy)

@@ -49,6 +49,11 @@ def fault(before: str, first: Any, again: Any) -> str:
     return OTHER if checksum(again) != before else ""
 
 
+def entry_checksums(batch: Mapping[str, Any]) -> dict[str, str]:
+    """Return a checksum of each entry of a batch. Host sync."""
+    return {name: checksum([value]) for name, value in batch.items()}
+
+
 def checksum(values: Any) -> str:
     """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes.
 

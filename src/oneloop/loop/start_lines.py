@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.basics.tensors import replica_group
 from oneloop.checks.repeats import DEPENDS
-from oneloop.checks.replicas import replica_group
 from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job

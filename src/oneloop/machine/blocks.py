@@ -77,6 +77,18 @@ def has_batch_statistics(model: nn.Module) -> bool:
     )
 
 
+def statistics_of(model: nn.Module) -> set[str]:
+    """Return the names of BatchNorm's buffers, "buffer norm.running_mean", ….
+
+    A forward in training does not read them.
+    """
+    names = set()
+    for prefix, module in model.named_modules():
+        if isinstance(module, BATCH_STATISTICS):
+            names |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
+    return names
+
+
 def has_dropout(model: nn.Module) -> bool:
     """Return whether the model has a dropout layer, or attention dropout by its config."""
     config = getattr(model, "config", None)

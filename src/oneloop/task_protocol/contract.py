@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
+from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
 from oneloop.task_protocol.user_code import named, theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -63,7 +65,7 @@ class Contract:
         state = self.call("state_dict")
         try:
             if not isinstance(state, dict):
-                raise TypeError(f"{describe(state)} is not a dict")
+                raise TypeError(f"{_describe(state)} is not a dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
             raise self.wrong(
@@ -78,7 +80,7 @@ class Contract:
         batch = self.call("collate", list(samples))
         if not isinstance(batch, dict) or not all(isinstance(name, str) for name in batch):
             raise self.wrong(
-                "collate", f"returned {describe(batch)}", "return a dict of tensors by name"
+                "collate", f"returned {_describe(batch)}", "return a dict of tensors by name"
             )
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
@@ -105,7 +107,7 @@ class Contract:
         # Check the type. (A tensor on a device would be a host sync.)
         result = self.call("weight", batch)
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
-            raise self.wrong("weight", f"returned {describe(result)}", fix)
+            raise self.wrong("weight", f"returned {_describe(result)}", fix)
         if result.requires_grad or result.device.type != "cpu":
             problem = "with a gradient" if result.requires_grad else f"on {result.device}"
             raise self.wrong("weight", f"returned a tensor {problem}", fix)
@@ -144,12 +146,12 @@ class Contract:
         # Check the types.
         result = theirs(self.task, member, call)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.wrong(member, f"returned {describe(result)}", fix)
+            raise self.wrong(member, f"returned {_describe(result)}", fix)
         loss, outputs = result
         if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
-            raise self.wrong(member, f"returned {describe(loss)} as the loss", fix)
+            raise self.wrong(member, f"returned {_describe(loss)} as the loss", fix)
         if outputs is not None and not isinstance(outputs, Mapping):
-            raise self.wrong(member, f"returned {describe(outputs)} as the outputs", fix)
+            raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
 
         # Check that it can be trained.
         if torch.is_grad_enabled() and not loss.requires_grad:
@@ -160,8 +162,43 @@ class Contract:
             )
         return loss, dict(outputs or {})
 
+    def check_metrics(
+        self, made_by: str, updated_by: str, device: torch.device, *given: Any
+    ) -> list[str]:
+        """Make metrics, update them, and check what they compute.
 
-def describe(value: Any) -> str:
+        Args:
+            made_by: the method that makes the metrics.
+            updated_by: the one that updates them.
+            device: of the metrics.
+            given: arguments of the update after the metrics.
+
+        Returns:
+            Lines about values that are neither logged nor drawn.
+        """
+        metrics = theirs(
+            self.task, made_by, lambda: on_device(getattr(self.task, made_by)(), device)
+        )
+        self.call(updated_by, metrics, *given)
+        try:
+            computed = metrics.compute()
+        except Exception:
+            return []  # a few samples may not suffice
+        if not isinstance(computed, Mapping):
+            raise self.wrong(
+                made_by,
+                f"computes {_describe(computed)}",
+                "let compute return a dict of named metrics",
+            )
+        known = adapted(metrics, made_by)
+        values = known.compute()
+        scalars(values, made_by)  # raises ValueError if a value is not a number
+        matrices(self.task, values)  # raises ValueError if names are missing
+        left_out = known.left_out() if isinstance(known, Collection) else []
+        return [*left_out, *not_logged(values)]
+
+
+def _describe(value: Any) -> str:
     """Return what a value is, for a message."""
     if isinstance(value, Tensor):
         shape = "0-dim" if not value.ndim else f"of shape {tuple(value.shape)}"
