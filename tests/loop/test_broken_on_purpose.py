@@ -292,10 +292,11 @@ def recomputed_otherwise() -> None:
 
 
 def buffers_of_rank_0() -> None:
-    """Save no buffers of each rank."""
+    """Save and restore no buffers of each rank."""
     from oneloop.checkpoint.rank_buffers import RankBuffers
 
     RankBuffers.tensors = lambda *given: {}
+    RankBuffers.targets = lambda *given: {}
 
 
 WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {
