@@ -219,13 +219,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         for group in clock.over("data", () if stopped or upkeep.over() else steps):
             expected = count.step + guard.pending + 1  # its number, if the pending step is accepted
             profiling.step(expected)
-            clock.mark("other")
             if group.total == 0:
                 resolve()  # it may raise its own error
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
             # Before some logged steps, all ranks compute one micro-batch, compare, and restore.
             checks.repeat_if_due(group, count.position)
+            clock.mark("other")
             # Accumulate gradients.
             measured = intervals.is_due("log", expected)
             sums = accumulate(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
-from oneloop.basics.tensors import as_real, local, reshard, sharded_units
+from oneloop.basics.tensors import as_real, reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.measure.flops import Operations
@@ -106,8 +106,7 @@ def run_pass(
                 measure(name, gradient)
     finally:
         reshard(model)
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad(set_to_none=True)
     rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
     measures = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
     return Pass(float(loss.detach()), outputs, measures)
@@ -268,7 +267,7 @@ def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _content(tensor: Tensor) -> int:
-    return int(tensor_hash(local(tensor)))  # host sync
+    return int(tensor_hash(tensor))  # host sync
 
 
 def _is_same(now: Tensor, whole: Tensor) -> bool:

@@ -170,14 +170,10 @@ class Checks:
             return
         compare_replicas({n: report.shared for n, report in enumerate(reports)}, step=number)
 
-        # Samples and results must be equal, too.
-        why = samples_differ(reports, rank) or results_differ(
-            reports,
-            rank,
-            least=self._least,
-            # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
-            across=self._moving <= statistics_of(bare(self._model)),
-        )
+        # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
+        across = self._moving <= statistics_of(bare(self._model))
+        why = samples_differ(reports, rank)
+        why = why or results_differ(reports, rank, least=self._least, across=across)
         if not why:
             self.equal_at = number
         elif not self._reported:
@@ -249,10 +245,9 @@ class Checks:
         self._loaded = None
         after = entry_checksums(self._load(place))
         differ = [name for name in before if after.get(name) != before[name]]
-        names: list[list[str]] = self._run.gathered(differ)
-        for rank, differ in enumerate(names):
-            if differ and not self._reported:
-                self._report(number, other_samples(rank, differ[0], "it has loaded before"))
+        for rank, names in enumerate(self._run.gathered(differ)):
+            if names and not self._reported:
+                self._report(number, other_samples(rank, names[0], "it has loaded before"))
 
     def _compute_twice(self, batch: Batch, trained: dict[str, str], place: Place) -> Report:
         """Make two passes over a micro-batch, and undo what they change."""

@@ -66,10 +66,10 @@ def registered(model: nn.Module) -> dict[str, Tensor]:
     """
     reshard(model)
     found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[f"parameter {bare_name(name)}"] = parameter
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        found[f"buffer {bare_name(name)}"] = buffer
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    for kind, named in {"parameter": parameters, "buffer": buffers}.items():
+        found |= {f"{kind} {bare_name(name)}": tensor for name, tensor in named}
     return found
 
 
@@ -141,8 +141,7 @@ def restored(
     finally:
         reshard(model)
         values.restore()
-        for parameter in model.parameters():
-            parameter.grad = None
+        model.zero_grad(set_to_none=True)
     lost = changes(before, state_hashes(model)) if before else []
     if lost:
         raise Inexact(
