@@ -27,7 +27,8 @@ from worlds import ROOT, here, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checks.dry_run",
-    "oneloop.checks.evaluation_trial",
+    "oneloop.checks.questions",
+    "oneloop.checks.metrics",
     "oneloop.checks.preflight",
     "oneloop.checks.samples",
     "oneloop.job.model",

@@ -13,7 +13,8 @@ from worlds import Ended, each_forked, here, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.contract",
-    "oneloop.checks.evaluation_trial",
+    "oneloop.checks.questions",
+    "oneloop.checks.metrics",
     "oneloop.checks.preflight",
     "oneloop.checks.samples",
     "oneloop.job.adapt_model",

@@ -9,6 +9,8 @@ from typing import Any
 class _Lossy(FileIO):
     """Drops what cannot be written: the disk is full, or the reader has closed the pipe."""
 
+    replaced: Any
+
     def write(self, data: Any) -> int:
         with suppress(OSError):
             return super().write(data) or len(data)
@@ -24,8 +26,9 @@ def lossy(stream: Any) -> Any:
         return stream
     with suppress(OSError):
         stream.flush()
-    raw = BufferedWriter(_Lossy(stream.fileno(), "w", closefd=False))
-    return TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
+    raw = _Lossy(stream.fileno(), "w", closefd=False)
+    raw.replaced = stream  # it would close the file when nothing refers to it
+    return TextIOWrapper(BufferedWriter(raw), stream.encoding, "replace", line_buffering=True)
 
 
 def replace_unknown_characters() -> None:

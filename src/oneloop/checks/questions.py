@@ -80,12 +80,12 @@ def check_doubling(dry: DryRun) -> None:
         known = ", ".join(names[:3]) or "none that can be compared"
         state = (
             "the same sample has another loss in the next evaluation: the model or the loss keeps "
-            f"state, such as a generator (attributes that have changed: {known})"
+            f"state (changed attributes: {known})"
         )
     if state and dry.job.exact:
         raise BadInput(
-            "batch.grain requires evaluations that are equal on every process and change nothing; "
-            f"found: {state}; change it outside of the forward, or remove batch.grain"
+            "batch.grain requires evaluations that change nothing and repeat. "
+            f"Found: {state}; change it outside of the forward, or remove batch.grain"
         )
     if state:
         found.notes.append(f"{state}, so another parallel layout trains or evaluates another model")

@@ -71,7 +71,7 @@ class Checks:
         model: nn.Module,
         trial: Preflight,
         *,
-        seed: Callable[[int, int, int], None],
+        seed: Callable[..., None],
         units: Units,
     ) -> None:
         self._job = job
@@ -120,7 +120,7 @@ class Checks:
             self._changed_since()
         number = position // self._job.layout.size + 1
         if self._loaded is not None:
-            self._load_once_more(number)
+            self._load_once_more(number, *self._loaded)
         if self._job.intervals.is_repeated(number, seed=self._job.recipe.seed):
             self._repeat(group, position, number)
 
@@ -155,7 +155,7 @@ class Checks:
         # What this rank trains on, and the same samples loaded again.
         delivered = [next(group.batches) for _ in range(micro + 1)]
         group.batches = chain(delivered, group.batches)
-        trained = entry_checksums(delivered[-1]) if run.rank == rank else {}
+        trained = entry_checksums(delivered[-1])
         batch = self._load(place)
         self._loaded = None if self._reported else (place, entry_checksums(batch))
 
@@ -238,10 +238,8 @@ class Checks:
             before.restore()
         return to_device(batch, self._run.device)
 
-    def _load_once_more(self, number: int) -> None:
+    def _load_once_more(self, number: int, place: Place, before: dict[str, str]) -> None:
         """Load the samples of the last repeat once more: a data set may follow a counter."""
-        assert self._loaded is not None
-        place, before = self._loaded
         self._loaded = None
         after = entry_checksums(self._load(place))
         differ = [name for name in before if after.get(name) != before[name]]

@@ -14,7 +14,7 @@ class Report(NamedTuple):
     """What one rank has found out."""
 
     samples: dict[str, str]  # checksum of each entry of the micro-batch, as loaded again
-    trained: dict[str, str]  # the same of what it trains on; empty on the other ranks
+    trained: dict[str, str]  # the same of its own micro-batch of this number, which it trains on
     changes: list[str]  # of tensors, but not by updates: in a forward, or since the last repeat
     attributes: list[str]  # that the first pass has changed
     shared: dict[str, int]  # hash of each tensor that all ranks have, before the passes

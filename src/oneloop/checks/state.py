@@ -103,10 +103,8 @@ def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """
     found = []
     for name, number in after.items():
-        if name not in before:
-            found.append(f"{name} was registered")
-        elif number != before[name]:
-            found.append(f"{name} has changed")
+        if before.get(name) != number:
+            found.append(f"{name} has changed" if name in before else f"{name} was registered")
     return found + [f"{name} was removed" for name in before if name not in after]
 
 
@@ -131,8 +129,7 @@ def restored(
     reshard(model)
     buffers = {id(buffer) for buffer in model.buffers()}
     parameters = {id(parameter) for parameter in model.parameters()}
-    size = sum(local(parameter.detach()).nbytes for parameter in model.parameters())
-    copied = size <= most
+    copied = sum(local(one.detach()).nbytes for one in model.parameters()) <= most
     values = Values({"model": model, **others}, buffers | parameters if copied else buffers)
     before = {} if copied else state_hashes(model)
     try:

@@ -88,7 +88,10 @@ class TwoPasses:
         # The value is that of the first pass.
         value, outputs = self._result
         # Continue the gradients of the parts into the model.
-        known = {n: part for n, part in parts.items() if part.requires_grad and n in gradients}
+        known = {}
+        for name, part in parts.items():
+            if part.requires_grad and name in gradients:
+                known[name] = part
         value = _Continued.apply(value, [gradients[name] for name in known], *known.values())
         return value, outputs
 
@@ -107,7 +110,10 @@ class TwoPasses:
             wanted = [name for name, part in leaves.items() if part.requires_grad]
             found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
 
-        known = {name: own for name, own in zip(wanted, found, strict=True) if own is not None}
+        known = {}
+        for name, own in zip(wanted, found, strict=True):
+            if own is not None:
+                known[name] = own
 
         # Each micro-batch has an equal share of the loss, and the values of 0-dim parts.
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
@@ -135,8 +141,10 @@ class TwoPasses:
             first = micro_batches[0][name]
 
             # Gather the rows of all ranks; of a 0-dim part, one value of each micro-batch.
-            own = torch.cat([one[name] if first.ndim else one[name][None] for one in micro_batches])
-            rows = gathered(own)
+            own = []
+            for one in micro_batches:
+                own.append(one[name] if first.ndim else one[name][None])
+            rows = gathered(torch.cat(own))
             if not first.ndim:
                 whole[name] = rows[0].clone()
                 continue
