@@ -23,7 +23,7 @@ from oneloop.basics.wide_sums import wide_dtype
 from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.measure.flops import Operations
 
-_AT_ONCE = 1 << 16  # elements
+_AT_ONCE = 65_536  # elements
 
 
 class Wrapped(nn.Module):
