@@ -64,11 +64,11 @@ def peak(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    from oneloop.loop.repeat import Repeats
+    from oneloop.checks.repeats import Checks
 
     from oneloop import train
 
-    Repeats.repeat = peak("repeat", Repeats.repeat)  # type: ignore[method-assign]
+    Checks._repeat = peak("repeat", Checks._repeat)  # type: ignore[method-assign]
     train.accumulate = peak("step", train.accumulate)
     train.Run.end = lambda run, code: None  # type: ignore[method-assign,assignment]
     words = ["--task", "repeat_memory.Wide", "--batch.size", str(SAMPLES), "--duration", "8"]

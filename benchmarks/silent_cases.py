@@ -184,8 +184,8 @@ def of_model(name: str, at: Sequence[tuple[str, str]], folder: Path) -> Iterator
 
 
 def table_of_sums() -> dict[str, Any]:
-    """Return the tables of test_sample_sums.py, which imports what a checkout may lack."""
-    tree = ast.parse((TESTS / "job" / "test_sample_sums.py").read_text())
+    """return the tables of test_sums.py, which imports what a checkout may lack."""
+    tree = ast.parse((TESTS / "checks" / "test_sums.py").read_text())
     names = ("NOT_A_SUM", "GRADIENT", "STORED", "WRONG", "RIGHT", "ACCUSING")
     found: dict[str, Any] = {}
     for node in tree.body:

@@ -45,7 +45,7 @@ LEAVES = (
     *(
         "machine.compile",
         "machine.micro_batch",
-        "machine.replicas",
+        "checks.replicas",
         "checkpoint.checkpoints",
         "measure.meter",
     ),
