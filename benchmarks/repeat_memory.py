@@ -64,9 +64,8 @@ def peak(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main() -> None:
-    from oneloop.checks.repeats import Checks
-
     from oneloop import train
+    from oneloop.checks.repeats import Checks
 
     Checks._repeat = peak("repeat", Checks._repeat)  # type: ignore[method-assign]
     train.accumulate = peak("step", train.accumulate)
