@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from failing_disks import without_root
 from oneloop.basics import side_copies
-from oneloop.basics.exit_codes import Inexact
 from oneloop.checkpoint import pieces
 from oneloop.checkpoint.background_save import SaveError, SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
@@ -842,26 +841,26 @@ class Scaled(Noise):
         return model(batch["x"]), {}
 
 
-def scaled_after_a_save(root: str, late: bool) -> tuple[str, dict[str, str]]:
-    """Train until a parameter changes in the step after a save, which ends the run."""
+def scaled_after_a_save(root: str, late: bool) -> dict[str, str]:
+    """Train; a parameter changes in the step after a save."""
     from oneloop import fit
 
     if late:
         copy_late(setattr)
     run = {"dir": root}
     save = {"every": 3, "keep": 99}
-    with pytest.raises(Inexact) as error:
-        fit(
-            Scaled,
-            task={"clamped": 10},
-            duration=14,
-            batch={"size": 8},
-            run=run,
-            save=save,
-            track=[],
-            watch={"quiet": True},
-        )
-    return str(error.value), shards(Path(root))
+    fit(
+        Scaled,
+        task={"clamped": 10},
+        duration=14,
+        batch={"size": 8},
+        run=run,
+        save=save,
+        track=[],
+        watch={"quiet": True},
+        machine={"check_every": 0},
+    )
+    return shards(Path(root))
 
 
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
@@ -870,10 +869,10 @@ def test_a_shard_that_changes_while_it_is_copied_reaches_no_checkpoint(tmp_path,
     for late in (False, True):
         root = str(tmp_path / str(late))
         found.append(run(scaled_after_a_save, root, late, ranks=2, config=config).ok()[0])
-    (_, waits), (_, overlaps) = found
-    # The save before the change is lost. (Without overlap it is lost only if a rank ends too soon.)
-    assert len(overlaps) >= 4
-    assert {name: waits.get(name) for name in overlaps} == overlaps
+    waits, overlaps = found
+    # The save before the change is lost.
+    assert len(waits) > len(overlaps) >= 4
+    assert {name: waits[name] for name in overlaps} == overlaps
 
 
 def test_a_save_that_is_dropped_at_the_end_is_reported(tmp_path, monkeypatch):

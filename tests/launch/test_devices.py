@@ -645,7 +645,9 @@ def proved_keys(words: list[str]) -> list[str]:
     from oneloop.tools.prove import prove
 
     sys.path.insert(0, "")
-    own = SimpleNamespace(config_file="ddp", processes=2, steps=2, json=False)
+    own = SimpleNamespace(
+        config_file="ddp", processes=2, steps=2, every_step=False, double=False, json=False
+    )
     return prove._Proof(words, own, Path("scratch"), lambda *_: 0).training
 
 

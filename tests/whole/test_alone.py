@@ -424,14 +424,15 @@ def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
         def loss(self, model, batch):
             return model(batch["x"]).square().mean(), {"half": torch.tensor(0.5)}
 
+    class Numbers(Points):
+        def weight(self, batch):
+            return float(len(batch["x"]))
+
     contract, model = Contract(Points()), torch.nn.Linear(1, 1)
     one, two = contract.collated([1.0]), contract.collated([1.0, 1.0])
-    contract.check_doubling(
-        "weight", contract.weight(one, samples=1), contract.weight(two, samples=2), 1e-6
-    )
-    losses = [float(contract.loss(model, batch)[0]) for batch in (one, two)]
-    with pytest.raises(BadInput, match="that is a mean"):
-        contract.check_doubling("loss", *losses, 1e-4)
+    assert 2 * contract.weight(one, samples=1) == contract.weight(two, samples=2)
+    with pytest.raises(BadInput, match="Numbers.weight returned .* return a 0-dim tensor"):
+        Contract(Numbers()).weight(one, samples=1)
     sums, lines = Sums(("half",)), Lines(tmp_path / "metrics.jsonl")
     for weight in (1.0, 3.0):
         sums.add(*contract.loss(model, one), weight=weight)

@@ -151,6 +151,11 @@ def _tensor_problems(
             entries = header(folder / name)
             about = parsed_json(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
             for tensor, entry in entries.items():
+                dtype = tensors.get(tensor, [entry["dtype"]])[0]
+                if entry["dtype"] != dtype:
+                    raise ValueError(
+                        f"{tensor} is {entry['dtype']} in {name}, and {dtype} in the manifest"
+                    )
                 offset = tuple(about[tensor]["saved_offsets"])
                 shards[tensor][offset] = math.prod(entry["shape"])
 

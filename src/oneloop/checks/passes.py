@@ -7,7 +7,7 @@ them; and whole gradients are measured before FSDP2 sums them over the ranks.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -95,10 +95,11 @@ def run_pass(
 
     reshard(model)
     try:
-        with _whole_parameters(model, measure) as compare:
+        with _whole_parameters(model, measure) as units:
             with operations or nullcontext():
                 loss, outputs = loss_of()
-                compare()
+                for unit in units:
+                    unit.compare()
                 if operations is not None:
                     operations.backward = True
                 gradients = _gradients(loss, model) if backward else {}
@@ -118,6 +119,14 @@ def changed(name: str) -> str:
         f"a forward in training changes the {name} in place, so the weights would depend on the "
         "parallel layout; change it outside of the forward, or train on one process without "
         "batch.grain"
+    )
+
+
+def _replaced(name: str) -> Inexact:
+    return Inexact(
+        f"a forward in training replaces the parameter {name} by another tensor, as "
+        "torch.func.functional_call does; a unit of FSDP2 uses its own parameters: set "
+        "machine.blocks to classes outside of this unit, or use ddp.yaml"
     )
 
 
@@ -169,20 +178,15 @@ def _measured(gradient: Tensor) -> Tensor:
 @contextmanager
 def _whole_parameters(
     model: nn.Module, see: Callable[[str, Tensor], object]
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[list["_Unit"]]:
     """Compare FSDP2's whole parameters in this context, as long as a unit holds them.
 
-    ``see`` gets each name and whole gradient. Yield a function that compares those that are held.
+    ``see`` gets each name and whole gradient. Yield the units, to compare what they still hold.
     """
     names = {id(p): bare_name(name) for name, p in model.named_parameters()}
     units = [_Unit(unit, names, see) for unit in sharded_units(model)]
-
-    def compare() -> None:
-        for unit in units:
-            unit.compare()
-
     try:
-        yield compare
+        yield units
     finally:
         for unit in units:
             unit.close()
@@ -198,21 +202,22 @@ class _Unit:
     """
 
     def __init__(
-        self, unit: FSDPModule, names: dict[int, str], see: Callable[[str, Tensor], object]
+        self, unit: Any, names: dict[int, str], see: Callable[[str, Tensor], object]
     ) -> None:
         self._see = see
         self._held: list[tuple[str, nn.Module, str]] = []  # name, module, and its key there
         for module in _modules_of(unit):
-            for key, parameter in _parameters_of(module).items():
+            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
                 self._held.append((names[id(parameter)], module, key))
+        self._shards = self._now()
         self._before: list[tuple[Tensor, bool, int]] = []  # parameters as they were gathered
         self._hooks: dict[int, Any] = {}  # on whole parameters, by id
 
-        # FSDP2's own hooks gather before this one, and free after that one.
-        outer: Any = unit
+        # FSDP2's own hooks gather between the first two, and free after the third.
         self._closing = [
-            outer.register_forward_pre_hook(self._gathered),
-            outer.register_forward_hook(self.compare, prepend=True),
+            unit.register_forward_pre_hook(self._enter, prepend=True),
+            unit.register_forward_pre_hook(self._gathered),
+            unit.register_forward_hook(self.compare, prepend=True),
         ]
 
     def close(self) -> None:
@@ -220,19 +225,26 @@ class _Unit:
         for handle in (*self._closing, *self._hooks.values()):
             handle.remove()
 
+    def _enter(self, *given: object) -> None:
+        """Record the parameters before FSDP2 puts whole ones in their place."""
+        self._entered = self._now()
+
     def _gathered(self, *given: object) -> None:
-        """Record the whole parameters, and measure their gradients."""
+        """Record the whole parameters, and measure their gradients.
+
+        FSDP2 has put them in place of its shards. It must not replace anything else.
+        """
         self._before = []
-        for (name, *_), whole in zip(self._held, self._now(), strict=True):
-            self._before.append((whole, whole.requires_grad, _content(whole)))
+        places = zip(self._held, self._now(), self._entered, self._shards, strict=True)
+        for (name, *_), whole, entered, shard in places:
+            if entered is not whole and entered is not shard:
+                raise _replaced(name)
+            content = int(tensor_hash(whole))  # host sync
+            self._before.append((whole, whole.requires_grad, content))
             if whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
                 self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(
-                    partial(self._accumulated, name)
+                    lambda whole, name=name: self._see(name, whole.grad)
                 )
-
-    def _accumulated(self, name: str, whole: Tensor) -> None:
-        gradient: Any = whole.grad
-        self._see(name, gradient)
 
     def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
@@ -240,17 +252,16 @@ class _Unit:
         for (name, *_), now, (whole, trained, content) in states:
             if isinstance(now, DTensor):
                 continue  # freed
-            if now is None or not _is_same(now, whole):
-                raise Inexact(
-                    f"a forward in training replaces the parameter {name} by another tensor, as "
-                    "torch.func.functional_call does; a unit of FSDP2 uses its own parameters: set "
-                    "machine.blocks to classes outside of this unit, or use ddp.yaml"
-                )
-            if (now.requires_grad, _content(now)) != (trained, content):
+            # A forward of bitsandbytes registers another object for a frozen one, with its memory.
+            frozen = now is not None and not now.requires_grad and not trained
+            same = now is whole or (frozen and now.data_ptr() and now.is_set_to(whole))
+            if not same:
+                raise _replaced(name)
+            if (now.requires_grad, int(tensor_hash(now))) != (trained, content):
                 raise Inexact(changed(f"parameter {name}"))
 
     def _now(self) -> list[Any]:
-        return [_parameters_of(module).get(key) for _, module, key in self._held]
+        return [getattr(module, key, None) for _, module, key in self._held]
 
 
 def _modules_of(unit: Any) -> Iterator[nn.Module]:
@@ -260,20 +271,3 @@ def _modules_of(unit: Any) -> Iterator[nn.Module]:
         module = waiting.pop()
         yield module
         waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
-
-
-def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(module.named_parameters(recurse=False, remove_duplicate=False))
-
-
-def _content(tensor: Tensor) -> int:
-    return int(tensor_hash(tensor))  # host sync
-
-
-def _is_same(now: Tensor, whole: Tensor) -> bool:
-    """Return whether a parameter is the one that was gathered.
-
-    A forward of bitsandbytes registers another object for a frozen one, with the same memory.
-    """
-    frozen = not now.requires_grad and not whole.requires_grad
-    return now is whole or (frozen and now.data_ptr() != 0 and now.is_set_to(whole))

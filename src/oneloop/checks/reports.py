@@ -17,7 +17,7 @@ class Report(NamedTuple):
     trained: dict[str, str]  # the same of its own micro-batch of this number, which it trains on
     changes: list[str]  # of tensors, but not by updates: in a forward, or since the last repeat
     attributes: list[str]  # that the first pass has changed
-    shared: dict[str, int]  # hash of each tensor that all ranks have, before the passes
+    shared: dict[str, int]  # hash of each parameter that all ranks have, before the passes
     passes: tuple[Pass, Pass]
 
 
