@@ -261,7 +261,7 @@ class _Unit:
                 raise Inexact(changed(f"parameter {name}"))
 
     def _now(self) -> list[Any]:
-        return [getattr(module, key, None) for _, module, key in self._held]
+        return [module._parameters.get(key) for _, module, key in self._held]
 
 
 def _modules_of(unit: Any) -> Iterator[nn.Module]:
