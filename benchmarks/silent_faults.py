@@ -1,9 +1,9 @@
 """Run the deliberate faults of tests/helpers with the code of a checkout, and print what is found.
 
     git worktree add ../before COMMIT
-    python benchmarks/silent_cases.py --src ../before --to before.json
-    python benchmarks/silent_cases.py --src . --to after.json
-    python benchmarks/silent_cases.py --table before.json after.json > DATE-silent-cases.txt
+    python benchmarks/silent_faults.py --src ../before --to before.json
+    python benchmarks/silent_faults.py --src . --to after.json
+    python benchmarks/silent_faults.py --table before.json after.json > DATE-silent-faults.txt
 
 Each case is a real run, or several, on one process, DDP and FSDP2, without and with `batch.grain`.
 Cases, helpers and expectations are those of this checkout, for both. A file of results is written
