@@ -32,6 +32,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -374,7 +375,8 @@ def take(asked: argparse.Namespace, source: Path) -> None:
             began = time.perf_counter()
             found = runs_of(part, name, left, program, folder, controls, source)
             for (layout, way), one in zip(left, found, strict=True):
-                one.line = one.line.replace(f"{TESTS.parent}/", "")[:100]
+                line = one.line.replace(f"{TESTS.parent}/", "")
+                one.line = textwrap.shorten(line, 100, placeholder=" …")
                 results[f"{part} {name} {layout} {way}"] = dataclasses.asdict(one)
                 mark = "!" if one.right is False else " "
                 text = f"{one.outcome:12} step {one.step:4} {one.line[:60]}"
