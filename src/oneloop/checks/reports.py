@@ -14,7 +14,7 @@ class Report(NamedTuple):
     """What one rank has found out."""
 
     samples: dict[str, str]  # checksum of each entry of the micro-batch, as loaded again
-    trained: dict[str, str]  # the same of its own micro-batch of this number, which it trains on
+    trained: dict[str, str]  # the same of the micro-batch of this number that it trains
     changes: list[str]  # of tensors, but not by updates: in a forward, or since the last repeat
     attributes: list[str]  # that the first pass has changed
     shared: dict[str, int]  # hash of each parameter that all ranks have, before the passes
@@ -97,7 +97,7 @@ def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
 
     Args:
         one: a pass.
-        other: another one.
+        other: the pass that it is compared with.
         noise: allowed difference of the loss, and of each gradient; 0 or none: no bit.
     """
     if not (math.isfinite(one.loss) and math.isfinite(other.loss)):

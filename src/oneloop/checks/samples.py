@@ -63,7 +63,13 @@ class TrialSamples:
             self._sets[name] = _FirstOfSet(dataset, places, Contract(job.task))
 
     @placeholder_outputs()
-    def __call__(self, name: str, numbers: Sequence[int] = (), load: int = 0, seed: int = 0) -> Any:
+    def __call__(
+        self,
+        name: str,
+        numbers: Sequence[int] = (),
+        load: int = 0,
+        seed: int = 0,
+    ) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
 
         Without numbers, return how many samples there are, and what is wrong with the data set.

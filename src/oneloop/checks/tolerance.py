@@ -71,4 +71,7 @@ def apart(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
 
 def _largest(values: Tensor) -> float:
     """Return the largest absolute value that is finite."""
-    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) if values.numel() else 0.0
+    if not values.numel():
+        return 0.0
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.abs().max())
