@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from itertools import chain
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +31,7 @@ from oneloop.checks.reports import (
     results_differ,
     samples_differ,
 )
+from oneloop.checks.samples import copied
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_checksums import entry_checksums
@@ -299,7 +299,7 @@ class Checks:
         replicated = self._run.ranks > 1 and not self._run.sharded
         model = Wrapped(bare(self._model)) if replicated else self._model
         # The loss may change its batch in place: give it a copy.
-        copy = {name: one.clone() if torch.is_tensor(one) else one for name, one in batch.items()}
+        copy = copied(batch)
         self._seed(*place)
         result = run_pass(model, lambda: self._job.task.loss(model, copy))
         return result._replace(outputs={})

@@ -87,7 +87,7 @@ class TrialSamples:
             of = "the training set" if name == TRAINED else f"the data set {name}"
             return len(first.loads[0]), f"{of} {first.wrong}" if first.wrong else ""
         samples = [first.loads[load][number] for number in numbers]
-        given = _copied([sample for _, sample in samples])
+        given = copied([sample for _, sample in samples])
         content = checksum(given)
 
         # Collate with generators that are seeded.
@@ -106,15 +106,15 @@ class TrialSamples:
         member = "train_set()" if name == TRAINED else f"eval_sets()[{name!r}]"
         keyed = SeededSamples(into.dataset, seed=self._seed)
         first = theirs(self._task, member, lambda: keyed.good(into.places))
-        kept = _copied(first)
+        kept = copied(first)
         content = checksum(first)
         again = theirs(self._task, member, lambda: keyed.good(into.places))
-        into.loads = [kept, _copied(again)]
+        into.loads = [kept, copied(again)]
         into.wrong = fault(content, first, again)
         into.stored = not _addresses(first).isdisjoint(_addresses(again))
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Return a sample with copies of its tensors, arrays and plain containers."""
     arrays = tree_map_only(np.ndarray, lambda array: array.copy(), value)
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), arrays)

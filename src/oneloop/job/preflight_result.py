@@ -155,7 +155,7 @@ def drawing(
         run: this process.
         model: bare, or sharded by FSDP2.
         batch: that the forward gets.
-        notes: gets a remark if there is no graph.
+        notes: gets a remark if no graph can be made.
     """
     if not (run.main and "tensorboard" in job.recipe.track):
         return nullcontext()
