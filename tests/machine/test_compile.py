@@ -144,40 +144,6 @@ def test_what_cannot_be_compiled_is_an_error():
         compile_(Transformer(), "none", budget=0.5)
 
 
-def _remarks(words: list[str]) -> str:
-    """Return the remarks of the checks before a run."""
-    from oneloop.checks.preflight import preflight
-    from oneloop.job.build import build_job
-    from oneloop.launch.processes import start
-    from oneloop.recipe.parse import read
-
-    there = start()
-    job = build_job(read(words), ranks=1, sharded=False)
-    return "\n".join(preflight(job, there, there.prepare(job.model)).notes)
-
-
-GRAPHS = ["--machine.compile", "whole", "--machine.compile_mode", "reduce-overhead"]
-
-
-@pytest.mark.parametrize(
-    ("words", "warns"),
-    [
-        (["digits", "--task", "tiny.Ragged", "--batch.size", "8", *GRAPHS], True),
-        (["digits", "--task", "tiny.Ragged", "--batch.size", "8"], False),
-        pytest.param(
-            ["sft", "--task.pack", "padded", "--duration", "2", *GRAPHS],
-            True,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(["digits", *GRAPHS], False, marks=pytest.mark.slow),
-    ],
-    ids=["ragged", "ragged-eager", "sft-padded", "digits"],
-)
-def test_cuda_graphs_of_several_lengths_are_reported(words, warns):
-    (found,) = run(_remarks, words).ok()
-    assert ("records CUDA graphs again for each length" in found) == warns
-
-
 def test_a_compiled_run_under_fsdp2_has_the_same_losses(tmp_path):
     words = [*GPT, "--task.layers", "2", "--eval.samples", "0"]
     pair(tmp_path, words, "regional", ranks=2, config="fsdp2", steps=2)

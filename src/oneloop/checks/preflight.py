@@ -21,7 +21,7 @@ from oneloop.checks.rows import check_rows
 from oneloop.checks.sums import check_sums
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
-from oneloop.job.preflight_result import Preflight, logged_names, several_lengths, unused_parameters
+from oneloop.job.preflight_result import Preflight, logged_names, unused_parameters
 from oneloop.launch.processes import Run
 from oneloop.machine.mixed_precision import reject_half_parameters
 
@@ -52,7 +52,6 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     with dry_run(job, run, model) as dry:
         found = dry.found
         check_sets(dry)
-        found.notes += several_lengths(job, (dry.batch([at]) for at in dry.samples))
 
         # Evaluations.
         if dry.contract.whole:

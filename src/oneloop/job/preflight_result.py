@@ -1,13 +1,12 @@
 """What the preflight check finds out about a task and its model, for the run."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import missing, tool
@@ -15,7 +14,6 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
-from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.task_protocol.user_code import named
 
@@ -118,31 +116,6 @@ def unused_parameters(job: Job, run: Run, model: nn.Module, used: Collection[str
             "them, set --machine.find_unused_parameters true"
         )
     return unused
-
-
-def several_lengths(job: Job, batches: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a remark if CUDA graphs are for one shape, but samples have several lengths.
-
-    Args:
-        job: what the recipe describes.
-        batches: of single samples, which are used if their lengths are not known.
-    """
-    machine = job.recipe.machine
-    if machine.compile == "none" or machine.compile_mode not in CUDA_GRAPHS:
-        return []
-    lengths = getattr(job.order, "lengths", None)
-    if lengths is None:
-        lengths = []
-        for batch in batches:
-            tensors = filter(torch.is_tensor, tree_leaves(batch))
-            lengths.append([tensor.shape for tensor in tensors])
-    if all(length == lengths[0] for length in lengths):
-        return []
-    note = (
-        f"machine.compile_mode {machine.compile_mode} records CUDA graphs again for each length of "
-        "a batch, and samples have several; max-autotune-no-cudagraphs records none"
-    )
-    return [note]
 
 
 def drawing(
