@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from oneloop.basics.exact_sums import digit_rows, exact_norm, square_ratio, square_sum, tree_sum
+from oneloop.basics.exact_sums import exact_norm, tree_sum
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.optim.adamw import AdamW
 from oneloop.optim.muon import Muon
@@ -68,26 +68,6 @@ def test_a_norm_of_nothing_and_of_what_is_not_finite():
         assert not torch.isfinite(exact_norm([some, torch.tensor([bad])]))
     for smallest in (1.4e-45, 3.4e38):
         assert float(exact_norm([torch.tensor([smallest])])) == float(torch.tensor(smallest))
-
-
-def test_squares_of_parts_come_together_in_any_order():
-    parts = [
-        *drawn(3, 1000, 5),
-        *(part * 1e-12 for part in drawn(400)),
-        torch.zeros(7),
-        torch.empty(0),
-    ]
-    rows = [row for part in parts for row in digit_rows([part]).tolist()]
-    found = square_sum(rows)
-    assert math.isclose(found, exactly(parts), rel_tol=1e-15)
-    assert square_sum(rows[::-1]) == found == square_sum(digit_rows([torch.cat(parts)]).tolist())
-    assert square_sum([]) == 0.0 and math.isnan(
-        square_sum(digit_rows([torch.tensor([torch.inf])]).tolist())
-    )
-    assert square_ratio(rows, rows) == 1.0 and math.isnan(square_ratio(rows, []))
-    assert math.isclose(
-        square_ratio(rows, digit_rows([2 * torch.cat(parts)]).tolist()), 0.25, rel_tol=1e-15
-    )
 
 
 def test_the_tree_adds_neighbours_first():

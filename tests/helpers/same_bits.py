@@ -1,5 +1,5 @@
 """Real runs with ``batch.grain``, and their results that must be bit-identical on every layout: all
-except times."""
+except times and estimates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from worlds import run, timeless_log, train
 
 SPLITS = ((1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "ddp"), (4, "fsdp2"))
 """(ranks, config)"""
+ESTIMATES = ("train/noise_scale", "train/update_ratio")
+"""which may differ between layouts"""
 
 
 def digest(folder: Path) -> dict[str, str]:
     """Return sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without
-    times."""
+    times and estimates."""
     found = {}
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     for place in (newest, folder / "final"):
         for name, value in _tensors(place).items():
             found[f"{place.name if place.name == 'final' else 'state'}:{name}"] = value
     for number, line in enumerate(timeless_log(folder)):
+        for name in ESTIMATES:
+            line.pop(name, None)
         found[f"line {number}"] = json.dumps(line, sort_keys=True)
     return found
 

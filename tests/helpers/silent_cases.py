@@ -501,7 +501,7 @@ CHANGES = {
             "        return torch.utils.data.TensorDataset(x, x.sin())"
         ),
         [],
-        "the train set has 128 samples; before: 64",
+        "data (train, validation): samples: 64 -> 128",
     ),
     "other data": (
         (
@@ -509,7 +509,7 @@ CHANGES = {
             "self.x.cos())"
         ),
         [],
-        "the train set has as many samples, but some of 16",
+        "data (train, validation): hash of 16 samples differs",
     ),
     "requires a validation set": (
         "    def eval_sets(self):\n        return {}",
@@ -522,7 +522,7 @@ CHANGES = {
             "nn.Linear(8, 1))"
         ),
         [],
-        "the model's structure: '(1): Tanh()' -> '(1): ReLU()'",
+        "structure of the model, line 3:   (1): Tanh() ->   (1): ReLU()",
     ),
     "a frozen layer": (
         (

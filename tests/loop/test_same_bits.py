@@ -16,7 +16,7 @@ import whole_batches
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
 from oneloop.recipe.parse import read
-from oneloop.run.compatibility import differences
+from oneloop.run.compatibility import input_differences
 from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
 from worlds import ROOT, Ended, each_forked, run, train
@@ -475,19 +475,15 @@ def test_other_versions_are_reported():
     }
     same = {
         "data": {},
-        "model": "",
-        "trained": "",
-        "precision": "",
-        "rates": [],
-        "follows": None,
+        "model": {},
         "recipe": {"task": {"data": ""}},
     }
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
-    told = differences({**same, "computed": about}, {**same, "computed": now})
+    told = input_differences({**same, "computed": about}, {**same, "computed": now})
     assert told == [
-        "batch.grain promises bit-identical results, but versions: torch 2.11.0 -> 2.12.0"
+        "batch.grain promises bit-identical results, but versions, torch: 2.11.0 -> 2.12.0"
     ]
-    assert differences({**same, "computed": about}, {**same, "computed": about}) == []
+    assert input_differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 
 # --- odd tasks and command lines

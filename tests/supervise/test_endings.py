@@ -591,13 +591,13 @@ def test_another_folder_on_each_rank_is_rejected(folder):
 @pytest.mark.parametrize(
     ("fault", "expected_text"),
     [
-        ("shorter", "the train set has 64 samples on rank 0 and 60 on rank 1"),
-        ("other", "the train set holds other samples on rank 0"),
+        ("shorter", "the train set, length is 64 on rank 0, and 60 on rank 1"),
+        ("other", "the train set, hash of the first samples is "),
         pytest.param(
             "wider",
             (
-                "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 "
-                "and (13, 9)"
+                "the model, embedding.weight is (13, 8) float32 on rank 0, and (13, 9) float32 on "
+                "rank 1"
             ),
             marks=pytest.mark.slow,
         ),

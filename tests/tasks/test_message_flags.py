@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oneloop.data.fingerprint import changes
+from oneloop.data.fingerprint import differences
 from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.sft import SFT
@@ -201,7 +201,7 @@ def test_other_flags_are_other_samples(tmp_path):
     flagged = task_of(folder, marked=True)
     ignored = task_of(folder, marked=True, flags=["train"])
     assert (trained(flagged), trained(ignored)) == ([GOOD], [BAD, GOOD])
-    assert changes(flagged.train_set().fingerprint(), ignored.train_set().fingerprint())
+    assert differences(flagged.train_set().fingerprint(), ignored.train_set().fingerprint())
 
 
 def test_messages_of_a_prompt_have_no_flags(tmp_path):

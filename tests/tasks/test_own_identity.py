@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hub_server import Hub
-from oneloop.data.fingerprint import changes
+from oneloop.data.fingerprint import differences
 from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.parquet_files import LocalFile
@@ -89,12 +89,12 @@ def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
 
 def a_file_more(folder: Path) -> str:
     shutil.copy(folder / "part-0.parquet", folder / "part-3.parquet")
-    return "part-3.parquet is new"
+    return "files, part-3.parquet is new"
 
 
 def a_file_less(folder: Path) -> str:
     (folder / "part-2.parquet").unlink()
-    return "part-2.parquet is missing"
+    return "files, part-2.parquet is missing"
 
 
 def another_of_the_same_size(folder: Path) -> str:
@@ -104,12 +104,12 @@ def another_of_the_same_size(folder: Path) -> str:
     at = content.index(b"alpha ")
     file.write_bytes(content[:at] + b"alphA " + content[at + 6 :])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    return "the content of a file has changed"
+    return "content of the files differs"
 
 
 def another_name(folder: Path) -> str:
     (folder / "part-0.parquet").rename(folder / "part-9.parquet")
-    return "part-0.parquet was renamed to part-9.parquet"
+    return "files, part-0.parquet is missing"
 
 
 QUICK_NOT = [a_file_more, a_file_less, another_name]
@@ -152,17 +152,19 @@ def test_a_copy_elsewhere_is_equal(tmp_path):
 
     # A bucket has no checksums, and its caches depend on versions.
     now = here.fingerprint()
-    assert changes(now, away.fingerprint()) == changes(away.fingerprint(), now) == []
-    assert set(now) - set(away.fingerprint()) == {"checksum"}
+    assert differences(now, away.fingerprint()) == []
+    assert differences(away.fingerprint(), now) == []
+    assert away.fingerprint()["content of the files"] is None
     assert now["files"]["part-0.parquet"] == [files[0].size, files[0].digest]
     assert away.cache_key()["files"] == versions["files"] != here.cache_key()["files"]
 
     # Another set of files is named, also within a mixture.
     other = {"length": 90, "files": {"a.jsonl": [10, "0123"]}}
-    assert "a.jsonl is missing" in changes(other, now)
-    assert "a: a.jsonl is missing" in changes({"sets": {"a": other}}, {"sets": {"a": now}})
+    assert "files, a.jsonl is missing" in differences(other, now)
+    several = differences({"sets": {"a": other}}, {"sets": {"a": now}})
+    assert "sets, a, files, a.jsonl is missing" in several
     more = {**other, "files": {**other["files"], "b.jsonl": [10, "4567"]}}
-    assert changes(other, more) == ["b.jsonl is new"]
+    assert differences(other, more) == ["files, b.jsonl is new"]
 
 
 def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
@@ -194,7 +196,7 @@ def test_a_finished_run_with_data_that_moved_is_finished_and_with_other_data_rej
     several = [[*words, str(moved)], [*words, str(other)]]
     ((code, output), (rejected, said)) = run(each_message, several, folder=tmp_path).ok()[0]
     assert code == 0 and "resuming from run/checkpoints/step-00000016" in output, output
-    assert rejected == 2 and "has different content" in said, said
+    assert rejected == 2 and "differs" in said, said
 
 
 def test_a_set_of_the_users_own_states_what_it_is(tmp_path):
@@ -205,7 +207,7 @@ def test_a_set_of_the_users_own_states_what_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(OWN.replace("version 1", "version 2"))
     world = run(here, words, folder=tmp_path)
     assert (
-        world.codes == [2] and "data (train): fingerprint version 1 -> version 2" in world.output
+        world.codes == [2] and "data (train): fingerprint: version 1 -> version 2" in world.output
     ), world.output
 
 

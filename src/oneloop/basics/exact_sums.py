@@ -7,8 +7,6 @@ are at multiples of 30 bits, not relative to the largest value, so that partial 
 later.
 
 >>> norm = exact_norm(tensors)
->>> rows = [digit_rows([part]) for part in parts]        # of ranks, shards, … in any order
->>> square = square_sum(torch.cat(rows).tolist())
 """
 
 import math
@@ -22,7 +20,7 @@ from oneloop.basics.tensors import on_gpu
 
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
-NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
+_NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
 # Elements per piece. On a CPU, a piece fits into the cache. Nowhere may it have more than 2^22
 # elements, of which float64 adds the digits without rounding.
 _ON_CPU = 1 << 17
@@ -51,64 +49,6 @@ def rounded_sum(values: Iterable[float]) -> float:
         return math.fsum(known)
     except (OverflowError, ValueError):  # overflow, or inf - inf
         return sum(known)
-
-
-def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the digits of the sum of squares, for :func:`square_sum`. No host sync.
-
-    The digits are exact for float32 and smaller dtypes; for float64, each square is rounded first.
-
-    Returns:
-        Rows of shape (pieces, 4), float64: the index of the first digit, and the sums of three
-        digits.
-    """
-    rows = []
-    for piece in _pieces(tensors):
-        first = _first_digit(piece.detach().abs().max())
-        rows.append(torch.cat([first.reshape(1), _digits(piece, first)]))
-    return torch.stack(rows) if rows else torch.empty(0, 1 + _DIGITS, dtype=torch.float64)
-
-
-def square_sum(rows: Sequence[Sequence[float]]) -> float:
-    """Return the sum of squares of these :func:`digit_rows`, correctly rounded.
-
-    It is NaN if a value was not finite.
-    """
-    whole, last = _whole(rows)
-    if whole is None:
-        return math.nan
-    try:
-        return math.ldexp(float(whole), 2 * _HALF * last)
-    except OverflowError:
-        return math.inf
-
-
-def square_ratio(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """Return the quotient of two sums of squares.
-
-    It is NaN if a value was not finite, or the second sum is zero.
-    """
-    first, first_unit = _whole(rows)
-    second, second_unit = _whole(others)
-    if first is None or not second:
-        return math.nan
-    if not first:
-        return 0.0
-    return math.ldexp(first / second, 2 * _HALF * (first_unit - second_unit))
-
-
-def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
-    """Return the sum as an integer in units of its last digit, and the index of that digit."""
-    if not all(math.isfinite(value) for row in rows for value in row):
-        return None, 0
-    last = int(max((row[0] for row in rows), default=NOTHING)) - _DIGITS
-    whole = 0
-    for first, *digits in rows:
-        for index, digit in enumerate(digits):
-            shift = int(first) - 1 - index - last
-            if shift >= 0:  # smaller digits do not count: see the top of this file
-                whole += int(digit) << (2 * _HALF * shift)
-    return whole, last
 
 
 @torch.no_grad()
@@ -164,8 +104,8 @@ def _first_digit(largest: Tensor) -> Tensor:
     It is 0-dim, float64.
     """
     largest = largest.double()
-    number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=NOTHING + 1)
-    return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, NOTHING), largest)
+    number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=_NOTHING + 1)
+    return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, _NOTHING), largest)
 
 
 def _digits(piece: Tensor, first: Tensor) -> Tensor:

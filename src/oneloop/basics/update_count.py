@@ -7,7 +7,6 @@
 1
 """
 
-import threading
 from functools import wraps
 from typing import Any
 
@@ -25,7 +24,6 @@ class UpdateCount:
 
     def __init__(self) -> None:
         self.number = 0
-        self.in_main_thread = 0  # optimizer steps in the main thread
         self._watches = False
 
     def watch(self) -> None:
@@ -54,7 +52,6 @@ class UpdateCount:
 
     def _stepped(self, *_: object) -> None:
         self.number += 1
-        self.in_main_thread += threading.current_thread() is threading.main_thread()
 
 
 UPDATES = UpdateCount()

@@ -95,7 +95,7 @@ def run_pass(
 
     reshard(model)
     try:
-        with _whole_parameters(model, measure) as units:
+        with whole_parameters(model, measure) as units:
             with operations or nullcontext():
                 loss, outputs = loss_of()
                 for unit in units:
@@ -116,7 +116,7 @@ def run_pass(
 def changed(name: str) -> str:
     """Return the message for a forward that changes this tensor."""
     return (
-        f"a forward in training changes the {name} in place, so the weights would depend on the "
+        f"a forward changes the {name} in place, so the weights would depend on the "
         "parallel layout; change it outside of the forward, or train on one process without "
         "batch.grain"
     )
@@ -176,12 +176,21 @@ def _measured(gradient: Tensor) -> Tensor:
 
 
 @contextmanager
-def _whole_parameters(
-    model: nn.Module, see: Callable[[str, Tensor], object]
+def whole_parameters(
+    model: nn.Module, see: Callable[[str, Tensor], object] | None = None
 ) -> Iterator[list["_Unit"]]:
     """Compare FSDP2's whole parameters in this context, as long as a unit holds them.
 
-    ``see`` gets each name and whole gradient. Yield the units, to compare what they still hold.
+    Args:
+        model: FSDP2 drops a change of its whole parameters, or trains it, by chance. No other
+            model is compared.
+        see: gets each name and whole gradient; None: compare in the first forward of each unit.
+
+    Yields:
+        The units, to compare what they still hold.
+
+    Raises:
+        Inexact: a forward changes or replaces a whole parameter.
     """
     names = {id(p): bare_name(name) for name, p in model.named_parameters()}
     units = [_Unit(unit, names, see) for unit in sharded_units(model)]
@@ -198,11 +207,11 @@ class _Unit:
     Args:
         unit: the module.
         names: of the model's parameters, by id of the shard.
-        see: gets each name and whole gradient.
+        see: gets each name and whole gradient; None: compare in the first forward only.
     """
 
     def __init__(
-        self, unit: Any, names: dict[int, str], see: Callable[[str, Tensor], object]
+        self, unit: Any, names: dict[int, str], see: Callable[[str, Tensor], object] | None
     ) -> None:
         self._see = see
         self._held: list[tuple[str, nn.Module, str]] = []  # name, module, and its key there
@@ -241,9 +250,10 @@ class _Unit:
                 raise _replaced(name)
             content = int(tensor_hash(whole))  # host sync
             self._before.append((whole, whole.requires_grad, content))
-            if whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
+            see = self._see
+            if see and whole.requires_grad and whole.is_leaf and id(whole) not in self._hooks:
                 self._hooks[id(whole)] = whole.register_post_accumulate_grad_hook(
-                    lambda whole, name=name: self._see(name, whole.grad)
+                    lambda whole, name=name, see=see: see(name, whole.grad)
                 )
 
     def compare(self, *given: object) -> None:
@@ -259,6 +269,8 @@ class _Unit:
                 raise _replaced(name)
             if (now.requires_grad, int(tensor_hash(now))) != (trained, content):
                 raise Inexact(changed(f"parameter {name}"))
+        if self._see is None:
+            self.close()
 
     def _now(self) -> list[Any]:
         return [module._parameters.get(key) for _, module, key in self._held]

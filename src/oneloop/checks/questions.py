@@ -7,7 +7,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
 from oneloop.basics.tensors import reshard, restored_buffers
 from oneloop.checks.dry_run import DryRun
-from oneloop.checks.passes import Pass, changed
+from oneloop.checks.passes import Pass, changed, whole_parameters
 from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import changes, state_hashes
 from oneloop.checks.tolerance import near
@@ -58,12 +58,15 @@ def check_doubling(dry: DryRun) -> None:
 
     # Compute the loss of the sample, and of the sample twice.
     hashes = state_hashes(model)
-    with drawing(dry.job, dry.run, dry.root, one, found.notes) as drawn:
+    with (
+        drawing(dry.job, dry.run, dry.root, one, found.notes) as drawn,
+        whole_parameters(dry.root),
+    ):
         once = float(contract.loss(model, one)[0])
     found.graph = getattr(drawn, "graph", None)
     reshard(model)  # FSDP2 drops what a forward has changed
     both = float(contract.loss(model, two)[0])
-    found.draws = found.draws or dry.drew()
+    found.draws |= dry.drew()
 
     # The second must be twice the first, unless evaluations change something. The comparison with
     # single samples finds small differences, and prints more digits.
@@ -116,10 +119,9 @@ def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
         for name in {**before, **after}:
             if before.get(name) != after.get(name) and name not in moved:
                 moved.append(name)
-        dry.draws = dry.draws or dry.drew()
-        if dry.seeded[1] != other_states():
-            found.others.drawn = True
-    found.draws = found.draws or dry.draws
+        dry.draws |= dry.drew()
+        found.others.drawn |= dry.seeded[1] != other_states()
+    found.draws |= dry.draws
     found.flops = operations.total / len(dry.micro_batch)
 
     # Each process would change its own copy.

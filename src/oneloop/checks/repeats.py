@@ -23,7 +23,7 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import key
 from oneloop.basics.tensors import restored_buffers
 from oneloop.checkpoint.weights import bare
-from oneloop.checks.passes import Pass, Wrapped, run_pass
+from oneloop.checks.passes import Pass, Wrapped, run_pass, whole_parameters
 from oneloop.checks.replicas import compare_replicas
 from oneloop.checks.reports import (
     Report,
@@ -138,7 +138,8 @@ class Checks:
             yield
             return
         before = state_hashes(self._model)
-        yield
+        with whole_parameters(bare(self._model)):
+            yield
         after = state_hashes(self._model)
         found = [f"{change} in {what}" for change in changes(before, after)]
         self._judge(chain.from_iterable(self._run.gathered(found)), "")

@@ -11,7 +11,6 @@
 """
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -39,7 +38,6 @@ from oneloop.data.loader_arguments import (
     micro_of,
     place,
     place_of,
-    reject_thread,
     reject_unknown,
     workers_of,
 )
@@ -56,7 +54,8 @@ class Loader:
     ``group.total`` the weight of the global batch: of all micro-batches of all processes.
     Each step has the same samples on any number of processes, with any micro-batch size and any
     number of data workers. Data is loaded ahead. A sample's random numbers depend on ``seed``, the
-    epoch and the sample; the generators of this process stay as they are.
+    epoch and the sample; the generators of this process stay as they are. Without data workers,
+    loop in the thread that trains: loading seeds the generators of the process for a moment.
 
     The state is :attr:`position`. Save it with ``accelerator.register_for_checkpointing(loader)``,
     or with :meth:`state_dict`, on which torch.distributed.checkpoint relies, too.
@@ -168,8 +167,6 @@ class Loader:
         self._current = CurrentGroup(accelerator, self.layout.accumulate, batch_size)
         self._loops = 0  # loops over this loader that began
         self._moved = False  # whether the position was set in a loop
-        self._thread = threading.get_ident()
-        self._trained = UPDATES.in_main_thread
 
     @property
     def factor(self) -> int:
@@ -233,7 +230,6 @@ class Loader:
         loop = self._loops
         while True:
             self._moved = False
-            self._check_thread()
             for group in self._summed(self._loaded()):
                 # Hand the group out.
                 if not 0 < group.total < math.inf:
@@ -247,7 +243,6 @@ class Loader:
                 yield handed
 
                 # It is finished now, unless the state was set meanwhile.
-                self._check_thread()
                 self._check_loop(loop)
                 if self._moved:
                     break
@@ -271,10 +266,6 @@ class Loader:
             f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
             "prepare_data_loader or setup_dataloaders: it gives each process its part"
         )
-
-    def _check_thread(self) -> None:
-        if not self._workers:
-            reject_thread(self._thread, self._trained)
 
     def _check_loop(self, loop: int) -> None:
         if loop != self._loops:

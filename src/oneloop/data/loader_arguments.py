@@ -1,6 +1,5 @@
 """Arguments and surroundings of a :class:`oneloop.data.loader.Loader`."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ from oneloop.basics.launcher import local_ranks
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
-from oneloop.basics.update_count import UPDATES
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.current_group import requested_steps
 from oneloop.data.data_workers import workers_here
+from oneloop.data.fingerprint import rank_difference
 
 _MOST = 1 << 62  # samples: positions are 64-bit integers
 _NUMBERS = 1 << 20  # whose squares are exact in float64, also the sum of 8,192 of them
@@ -185,14 +184,12 @@ def check_ranks(ranks: int, own: Mapping[str, Any], device: torch.device) -> Non
     # NCCL sends objects from the current device, which must differ on each rank.
     with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
         dist.all_gather_object(found, own)
-    for rank, other in enumerate(found):
-        for name, value in other.items():
-            if value != found[0][name]:
-                raise ValueError(
-                    f"the Loaders of the ranks differ: the {name} is {found[0][name]} on rank 0, "
-                    f"and {value} on rank {rank}; give all ranks the same seed, batch size and "
-                    "data set (shuffle or divide data with one seed)"
-                )
+    different = rank_difference(found)
+    if different:
+        raise ValueError(
+            f"the Loaders of the ranks differ: the {different}; give all ranks the same seed, "
+            "batch size and data set (shuffle or divide data with one seed)"
+        )
 
 
 def group_of(ranks: int) -> Any:
@@ -221,24 +218,6 @@ def check_position(position: Any, batch_size: int) -> None:
         raise ValueError(
             f"the position of a Loader is a number of groups from 0 to {most:,}, got {position!r}"
         )
-
-
-def reject_thread(home: int, trained: int) -> None:
-    """Raise RuntimeError if another thread may draw random numbers while this one loads samples.
-
-    Args:
-        home: the thread in which the Loader was made.
-        trained: optimizer steps in the main thread, when it was made.
-    """
-    current = threading.current_thread()
-    own = current.ident == home and UPDATES.in_main_thread == trained
-    if own or current is threading.main_thread():
-        return
-    raise RuntimeError(
-        f"a Loader without data workers loads samples in the thread {current.name!r}, but another "
-        "thread trains or has made it. Loading seeds the generators of the process, so both would "
-        "get wrong random numbers; loop in the thread that trains, or use workers=1"
-    )
 
 
 def marks(number: int) -> list[float]:

@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from oneloop.basics.seeds import own_generators
-from oneloop.data.fingerprint import changes, content_checksum, fingerprint_of
+from oneloop.basics.untrusted import damaged
+from oneloop.data.fingerprint import content_checksum, differences, fingerprint_of
 from oneloop.data.order import Ordered, order_hash
-from oneloop.data.sample_checksums import SAMPLES, checksum, fault, spread_checksum
+from oneloop.data.sample_checksums import SAMPLES, checksum, fault, samples_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples, UnfitSample
 
@@ -71,7 +72,7 @@ class Identity:
         if self._values is None:
             data: dict[str, Any] = {"length": self._length}
             if self._content is None:
-                data[f"checksum of {SAMPLES} samples"] = self._read(spread_checksum)
+                data[f"checksum of {SAMPLES} samples"] = self._read(samples_checksum)
             data |= self._content or {}
             data = json.loads(json.dumps(data))  # as it is after a JSON file
             self._values = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
@@ -86,24 +87,17 @@ class Identity:
                 f"the state of a Loader lacks {', '.join(missing)}; it has "
                 f"{', '.join(map(str, state)) or 'nothing'}: load what state_dict() returned"
             )
-        for name in ("seed", "batch_size"):
-            if state[name] != about[name]:
-                raise ValueError(
-                    f"the state is of a Loader with {name} {state[name]}, and this one has "
-                    f"{about[name]}: its steps have other samples; use {name}={state[name]}"
-                )
-        if not isinstance(state["data"], Mapping):
-            raise ValueError(f"the state of a Loader is damaged: its data is {state['data']!r:.40}")
         if len(self._dataset) != self._length:
             raise ValueError(
                 f"the data set had {self._length:,} samples when the Loader was made, and now has "
                 f"{len(self._dataset):,}; make the Loader after the data set is complete"
             )
-        different = changes(state["data"], about["data"])
+        with damaged("the state of a Loader"):
+            different = differences({name: state[name] for name in about}, about)
         if different:
             raise ValueError(
-                f"the state is of a Loader with another data set ({'; '.join(different)}): its "
-                "steps have other samples; use that data set, or begin without this state"
+                f"the state is of another Loader ({'; '.join(different)}): its steps have other "
+                "samples; use its arguments and its data set, or begin without this state"
             )
 
     def check_order(self, state: Mapping[str, Any]) -> None:

@@ -9,31 +9,29 @@ from xxhash import xxh3_64
 
 from oneloop.data.seeded_samples import SeededSamples
 
-SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
-FIRST = 2  # first samples of each data set that all ranks compare
+SAMPLES = 16  # samples of each data set that a resume compares
 
 IN_PLACE = "changes what it stores when a sample is read"
 OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
 
 
-def spread_checksum(seed: int, dataset: Any) -> str | None:
-    """Return a checksum of evenly spaced samples; None if they differ each time."""
+def samples_checksum(seed: int, dataset: Any, *, first: int = 0) -> str | None:
+    """Return a checksum of some samples; None if they differ each time.
+
+    Args:
+        seed: of the samples.
+        dataset: map-style.
+        first: number of the first samples to read; 0: :data:`SAMPLES`, evenly spaced.
+    """
     keyed = SeededSamples(dataset, seed=seed)
     indices = sorted({k * len(dataset) // SAMPLES for k in range(SAMPLES)})
+    if first:
+        indices = [*range(min(first, len(dataset)))]
     samples = keyed.good([(0, index) for index in indices])
     whole = checksum(samples)
-    first = checksum(samples[:1])
+    once = checksum(samples[:1])
     again = [checksum([keyed[0, samples[0][0]]]) for _ in range(2)]
-    return whole if again == [first, first] else None
-
-
-def first_checksum(seed: int, dataset: Any) -> str | None:
-    """Return a checksum of the first samples; None if they differ each time."""
-    keyed = SeededSamples(dataset, seed=seed)
-    places = [(0, index) for index in range(min(FIRST, len(dataset)))]
-    first = checksum(keyed.good(places))
-    second = checksum(keyed.good(places))
-    return first if first == second else None
+    return whole if again == [once, once] else None
 
 
 def fault(before: str, first: Any, again: Any) -> str:

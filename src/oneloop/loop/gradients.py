@@ -71,7 +71,7 @@ class Gradients:
         self.model = model
         self.parameters = parameters
         self.seen = seen
-        self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
+        self._sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
         self.units = Units(model, union=self._search())
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None

@@ -16,7 +16,7 @@ from oneloop.basics.memory import peak_memory
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.measure.clock import Clock
 from oneloop.measure.flops import utilisation
-from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
+from oneloop.measure.update_ratio import UpdateRatio
 
 # Training metrics of every run.
 OWN_METRICS = frozenset(
@@ -119,7 +119,7 @@ class Meter:
         metrics: Names of the metrics that :meth:`step` gets; their weighted means are logged as
             train/NAME.
         leaf: With batch.grain, maps (rank, n) to the index of the rank's n-th leaf in the step;
-            makes metrics bit-identical under every parallel layout.
+            makes loss, norm and named metrics bit-identical under every parallel layout.
         leaves: Leaves per step on each rank.
     """
 
@@ -153,14 +153,9 @@ class Meter:
         self._weight = 0.0
 
         # With leaves, the loss is the first metric of each leaf.
-        self._update: UpdateRatio | ExactUpdateRatio
-        if leaf is None:
-            self._metrics = torch.zeros(len(self._names), dtype=self._wide, device=device)
-            self._update = UpdateRatio(parameters)
-        else:
-            shape = (leaves, 1 + len(self._names))
-            self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
-            self._update = ExactUpdateRatio(parameters)
+        shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))
+        self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
+        self._update = UpdateRatio(parameters)
 
         # Since the clock started; a checkpoint holds no times.
         self.clock = Clock(device)

@@ -26,7 +26,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
 from oneloop.basics.tensors import sharded_units
 from oneloop.basics.wide_sums import on_host, wide_dtype
 
@@ -35,13 +34,12 @@ class Sensor:
     """Measures squared gradient norms of a step's parts; costs nothing in other steps.
 
     A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is
-    the rank's share of the step, unless ``exact``.
+    the rank's share of the step, unless gradients are ``passed``.
 
     Args:
         accelerator: Its ranks share the step; the loss scale of its scaler is undone.
         model: As prepared.
-        exact: Results are bit-identical under every parallel layout. Gradients of each micro-batch
-            are summed over the ranks separately; under FSDP2 the caller passes them to :meth:`see`.
+        passed: Under FSDP2, the caller passes the gradients of each micro-batch to :meth:`see`.
         summed: Gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
     """
 
@@ -50,24 +48,23 @@ class Sensor:
         accelerator: Accelerator,
         model: nn.Module,
         *,
-        exact: bool = False,
+        passed: bool = False,
         summed: bool = False,
     ) -> None:
         self._accelerator = accelerator
-        self._exact = exact
         self._means = 1 if summed else accelerator.num_processes
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
         self._sharded = sharded_units(model)
-        if not exact:
+        if not passed:
             for module in self._sharded:
                 module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
         self._scale = 1.0  # of the loss
 
         # Of the measured step.
         self._on = False
-        self._parts: list[tuple[Tensor, float]] = []  # squared norm (exact: its digits), and weight
+        self._parts: list[tuple[Tensor, float]] = []  # squared norm, and weight
         self._norms: list[Tensor] = []  # of the current part's tensors
         self._weight = 0.0  # of the current part
 
@@ -104,11 +101,8 @@ class Sensor:
         """Add one gradient tensor of the current part."""
         if not self._on:
             return
-        if self._exact:
-            self._norms.append(digit_rows([gradient]))
-        else:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
-            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
 
     def micro_batch(self, weight: float) -> None:
         """Record that a micro-batch's backward is done; ``weight`` is its weight on this rank."""
@@ -116,11 +110,7 @@ class Sensor:
         if not self._norms:
             return  # FSDP2 reduces gradients only at the end of the step
         if self._weight > 0:
-            if self._exact:
-                square = torch.cat(self._norms)
-            else:
-                square = torch.stack(self._norms).square().sum()
-            self._parts.append((square, self._weight))
+            self._parts.append((torch.stack(self._norms).square().sum(), self._weight))
         self._norms = []
         self._weight = 0.0
 
@@ -140,45 +130,17 @@ class Sensor:
         """
         # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by
         # the part's weight.
-        squares = [on_host(square) for square, _ in self._parts]
-        undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
-        if self._exact:
-            exact = [square_sum(rows.tolist()) for rows in squares]
-            square, inverse, count = self._exactly(exact, undone)
-        else:
-            each_undone = zip(squares, undone, strict=True)
-            mine = [
-                sum(float(square) * factor for square, factor in each_undone),
-                sum(1.0 / own for _, own in self._parts),
-                len(self._parts),
-            ]
-            device = self._accelerator.device
-            sums = torch.tensor(mine, dtype=wide_dtype(device), device=device)
-            square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()  # host sync
+        mine = [0.0, 0.0, float(len(self._parts))]
+        for square, own in self._parts:
+            mine[0] += float(on_host(square)) * (weight / (self._means * own * self._scale)) ** 2
+            mine[1] += 1.0 / own
+        device = self._accelerator.device
+        sums = torch.tensor(mine, dtype=wide_dtype(device), device=device)
+        square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()  # host sync
         self._parts = []
         each = weight / samples  # mean weight of a sample
         count = count or math.nan
         return square / count, inverse / count * each, 1.0 / samples
-
-    def _exactly(self, squares: list[float], undone: list[float]) -> tuple[float, float, float]:
-        """Sum over the parts of all ranks; each sum is rounded once."""
-        rows = []
-        for square, factor, (_, own) in zip(squares, undone, self._parts, strict=True):
-            rows.append((square * factor, 1.0 / own))
-        mine = torch.tensor(rows, dtype=torch.float64, device=self._accelerator.device).view(-1, 2)
-
-        # A gather needs equal shapes: pad with rows whose second number, 1 / weight, is 0.
-        counts = self._accelerator.gather(torch.tensor([len(mine)], device=mine.device))
-        missing = max(counts.tolist()) - len(mine)
-        padded = torch.nn.functional.pad(mine, (0, 0, 0, missing))[None]
-        scaled = []
-        inverses = []
-        for rank in self._accelerator.gather(padded).tolist():
-            for square, inverse in rank:
-                if inverse:
-                    scaled.append(square)
-                    inverses.append(inverse)
-        return rounded_sum(scaled), rounded_sum(inverses), len(scaled)
 
 
 class _MeasuredReduceScatter(DefaultReduceScatter):

@@ -1,14 +1,12 @@
 """The update ratio |change of the weights| / |weights|; about 1e-3 is common."""
 
-import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
 import torch
 from torch import Tensor
 
-from oneloop.basics.exact_sums import NOTHING, digit_rows, square_ratio
-from oneloop.basics.tensors import as_real, first_element, local
+from oneloop.basics.tensors import as_real, local
 
 # most weights to measure; of larger models a sample, which gives the ratio to about 1 %
 _SAMPLED = 1 << 13
@@ -20,7 +18,7 @@ class UpdateRatio:
 
     For models with more than some thousand weights it is estimated from a fixed sample, if possible
     the same share of each parameter. Each sampled weight counts for the weights of its parameter
-    that it represents.
+    that it represents. The shards of a parameter are sampled separately.
 
     Args:
         parameters: Of the model; of sharded ones, this rank's shards.
@@ -40,7 +38,8 @@ class UpdateRatio:
                 whole = part.view(-1)[: size // width * width]
                 runs = whole.view(-1, width)[::stride]
                 number = runs.numel()
-                counts = torch.full((number,), size / number, device=part.device)
+                share = size / number
+                counts = torch.full((number,), share, device=part.device)
                 all_runs, all_counts = by_width.setdefault(width, ([], []))
                 all_runs.append(runs)
                 all_counts.append(counts)
@@ -69,71 +68,9 @@ class UpdateRatio:
     @staticmethod
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
         """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
-        moved, size = (sum(values) for values in zip(*ranks, strict=True))
+        moved = sum(values[0] for values in ranks)
+        size = sum(values[1] for values in ranks)
         return (moved / size) ** 0.5 if size else None
-
-
-class ExactUpdateRatio:
-    """The same ratio, bit-identical for every sharding.
-
-    For models with more than some thousand weights it is estimated from a fixed sample of indices
-    in the whole model.
-    """
-
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        trained = list(parameters)
-        number_of_weights = sum(parameter.numel() for parameter in trained)
-        stride = max(1, number_of_weights // _SAMPLED)
-        # this rank's shard of a parameter, and sampled indices in it
-        self._chosen: list[tuple[Tensor, Tensor]] = []
-        offset = 0  # index of a parameter's first weight in the whole model
-        for parameter in trained:
-            mine = as_real(local(parameter.detach()))
-            first = offset + first_element(parameter)
-            offset += parameter.numel()
-            # Of the runs that this shard overlaps, take those at a multiple of the stride.
-            begin = -(-(first // _RUN) // stride) * stride
-            last = first + mine.numel()
-            end = -(-last // _RUN)
-            runs = torch.arange(begin, max(begin, end), stride)
-            indices = runs[:, None] * _RUN + torch.arange(_RUN)
-            indices = indices.view(-1) - first
-            inside = (indices >= 0) & (indices < mine.numel())
-            indices = indices[inside]
-            if len(indices):
-                self._chosen.append((mine, indices.to(mine.device)))
-        self._before: Tensor | None = None
-
-    def _sampled(self) -> Tensor:
-        parts = []
-        for mine, indices in self._chosen:
-            parts.append(mine.reshape(-1).index_select(0, indices))
-        return torch.cat(parts)
-
-    def before(self) -> None:
-        """Store the current weights. Call it before the update."""
-        self._before = self._sampled() if self._chosen else None
-
-    def values(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return the digits of what :meth:`UpdateRatio.values` returns."""
-        before = self._before
-        self._before = None
-        if before is None:
-            nothing = [NOTHING, 0.0, 0.0, 0.0]
-            return tuple(like.new_tensor(nothing * 2, dtype=torch.float64))
-        change = self._sampled() - before
-        moved = digit_rows([change])[0]
-        size = digit_rows([before])[0]
-        return tuple(torch.cat([moved, size]))
-
-    @staticmethod
-    def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
-        """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
-        half = len(ranks[0]) // 2
-        moved = [values[:half] for values in ranks]
-        size = [values[half:] for values in ranks]
-        found = square_ratio(moved, size)
-        return None if math.isnan(found) else found**0.5
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The inputs of a run (data, model, recipe), which checkpoints store and a resume compares."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -9,8 +9,8 @@ from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.untrusted import damaged
-from oneloop.data.fingerprint import changes, fingerprint_of
-from oneloop.data.sample_checksums import SAMPLES, first_checksum, spread_checksum
+from oneloop.data.fingerprint import differences, fingerprint_of
+from oneloop.data.sample_checksums import SAMPLES, samples_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
@@ -20,12 +20,7 @@ from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
 from oneloop.task_protocol.user_code import theirs
 
-_COMPARED = {
-    "trained": "trained parameters",
-    "precision": "precision",
-    "rates": "learning rates",
-}
-"""entries of :func:`inputs_of` that are compared as a whole, and their names in messages"""
+_SAMPLED = f"hash of {SAMPLES} samples"  # of a data set whose content is not known
 
 
 class InputCheck:
@@ -76,7 +71,7 @@ class InputCheck:
             )
             return
         with damaged("the record of the inputs in the checkpoint"):
-            changed = differences(there, self.about) + self._recipe_differences(there)
+            changed = input_differences(there, self.about) + self._recipe_differences(there)
             device = there["device"]
             checksum = there["source"].get("checksum")
         if changed and not self._accept:
@@ -120,53 +115,13 @@ class InputCheck:
         return changed
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def input_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between the inputs of two runs, one line for each."""
-    found = data_differences(before, now)
-
-    # The model: report the first line of its structure that differs.
-    if before["model"] != now["model"]:
-        line = "it has more or fewer data sets"
-        pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        for there, here in pairs:
-            if there != here:
-                line = f"{there.strip()!r} -> {here.strip()!r}"
-                break
-        found.append(f"the model's structure: {line}")
-
-    # What is trained, and along which steps.
-    for key, what in _COMPARED.items():
-        if before[key] != now[key]:
-            found.append(f"{what}: {before[key]} -> {now[key]}")
-    if before["follows"] != now["follows"]:
-        found.append(
-            f"the steps of the run, along which the loss changes: {before['follows']} -> "
-            f"{now['follows']}"
-        )
-
-    # With batch.grain in both: device and versions.
-    computed_before = before.get("computed") or {}
-    computed_now = now.get("computed") or {}
-    if computed_before and computed_now:
-        for key in {**computed_before, **computed_now}:
-            there = computed_before.get(key)
-            here = computed_now.get(key)
-            if there != here:
-                found.append(
-                    "batch.grain promises bit-identical results, but "
-                    f"{_computed_otherwise(key, there, here)}"
-                )
+    found = data_differences(before, now) + differences(before["model"], now["model"])
+    if before["computed"] and now["computed"]:
+        for line in differences(before["computed"], now["computed"]):
+            found.append(f"batch.grain promises bit-identical results, but {line}")
     return found
-
-
-def _computed_otherwise(key: str, there: Any, here: Any) -> str:
-    if not isinstance(there, Mapping) or not isinstance(here, Mapping):
-        return f"{key}: {there} -> {here}"
-    differ = []
-    for name in {**there, **here}:
-        if there.get(name) != here.get(name):
-            differ.append(f"{name} {there.get(name)} -> {here.get(name)}")
-    return f"{key}: {', '.join(differ)}"
 
 
 def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -180,43 +135,24 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
     found: list[str] = []
     reported: dict[str, list[str]] = {}  # names of data sets by difference of their content
-    compared = True
-    for name in dict.fromkeys([*before["data"], *now["data"]]):
+    for name in {**before["data"], **now["data"]}:
         there = before["data"].get(name)
         here = now["data"].get(name)
-        if there is None:
-            found.append(f"the {name} set is new")
-        elif here is None:
-            found.append(f"the {name} set is missing")
-        elif there.get("content") and here.get("content"):
-            for line in changes(there["content"], here["content"]):
-                reported.setdefault(line, []).append(name)
-        else:
-            compared = False
-            found += _sample_differences(name, there, here)
+        if there is None or here is None:
+            found.append(f"the {name} set is {'new' if there is None else 'missing'}")
+            continue
+        for line in differences(there, here):
+            reported.setdefault(line, []).append(name)
+    for line, names in reported.items():
+        found.append(f"data ({', '.join(names)}): {line}")
 
-    # If the content of some set is not known, another path may hold other data.
-    if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
+    # If only some samples of a set are known, another path may hold other data.
+    sampled = any(_SAMPLED in content for content in now["data"].values())
+    if sampled and not found and not same_data_path(before["recipe"], now["recipe"]):
         path_before = before["recipe"]["task"]["data"]
         path_now = now["recipe"]["task"]["data"]
         found.append(f"task.data: {path_before!r} -> {path_now!r}, and its content is not known")
-
-    for line, names in reported.items():
-        found.append(f"data ({', '.join(names)}): {line}")
     return found
-
-
-def _sample_differences(
-    name: str, there: Mapping[str, Any], here: Mapping[str, Any]
-) -> Iterator[str]:
-    """Yield how a data set differs whose content is known only from some samples."""
-    if there["length"] != here["length"]:
-        yield f"the {name} set has {here['length']:,} samples; before: {there['length']:,}"
-        return
-    before = there.get("checksum")
-    now = here.get("checksum")
-    if before and now and before != now:
-        yield f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
 
 
 def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
@@ -226,17 +162,21 @@ def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
     workers = run.workers(job.recipe.machine.workers)
-    structure = job.built.structure
-    if len(structure) >= 1 << 15:
-        structure = _digest(structure)
+    structure = job.built.structure.splitlines()
+    if len(job.built.structure) >= 1 << 15:
+        structure = [_digest(job.built.structure)]
     return {
         "data": data_of(job.task, job.sets, seed=job.recipe.seed, workers=workers),
-        "model": structure,
-        "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
-        "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
-        "rates": [group.get(LR_FACTOR, 1.0) for group in optimizer.param_groups],
+        "model": {
+            "structure of the model": {f"line {n}": line for n, line in enumerate(structure, 1)},
+            "trained parameters": f"{len(trained)} of {len(named)}",
+            "names of trained parameters": _digest(" ".join(trained)),
+            "precision": f"{run.accelerator.mixed_precision}, weights in "
+            f"{job.recipe.machine.dtype}",
+            "learning rates": [group.get(LR_FACTOR, 1.0) for group in optimizer.param_groups],
+            "steps along which the loss changes": job.steps * hasattr(job.task, "progress"),
+        },
         "source": source_of(type(job.task)),
-        "follows": job.steps if hasattr(job.task, "progress") else None,
         "recipe": dict(job.recipe.resolved),
         "device": run.device.type,
         "computed": computed_by(job.recipe, run.device) if job.exact else None,
@@ -250,40 +190,43 @@ def _digest(text: str) -> str:
 def data_of(
     task: Any, sets: Mapping[str, Any], *, seed: int, workers: int = 0
 ) -> dict[str, dict[str, Any]]:
-    """Return length and content of each data set by name.
+    """Return a fingerprint of each data set: its own, or a hash of some samples.
 
-    If the content is unknown, it is a checksum of 16 samples. With data workers, one of them reads
-    these samples.
+    With data workers, one of them reads these samples.
     """
     found: dict[str, dict[str, Any]] = {}
     unknown = {}
     for name, dataset in sets.items():
         content = theirs(task, _member(name), partial(fingerprint_of, dataset))
-        found[name] = {"length": len(dataset), "content": content}
+        found[name] = {"samples": len(dataset), **(content or {})}
         if not content:
             unknown[name] = dataset
     if unknown:
-        checksums = read_once(
-            partial(_checksums, task, unknown, partial(spread_checksum, seed)), workers=workers
-        )
-        for name, value in checksums.items():
-            found[name] = {"length": found[name]["length"], "checksum": value}
+        hashes = sample_hashes(task, unknown, partial(samples_checksum, seed), workers=workers)
+        for name, value in hashes.items():
+            found[name][_SAMPLED] = value
     return found
 
 
-def first_samples(
-    task: Any, sets: Mapping[str, Any], *, seed: int, workers: int = 0
-) -> dict[str, Any]:
-    """Return the length of each set, and a checksum of its first samples.
+def sample_hashes(
+    task: Any,
+    sets: Mapping[str, Any],
+    checksum_of: Callable[[Any], str | None],
+    *,
+    workers: int,
+) -> dict[str, str | None]:
+    """Return a hash of some samples of each data set by name; None: they differ each time.
 
-    The checksum is None if the samples are random. With data workers, one of them reads them.
+    Args:
+        task: for messages.
+        sets: the data sets by name.
+        checksum_of: returns the hash of a data set.
+        workers: of the run; if there are any, one reads the samples.
     """
-    checksums = read_once(
-        partial(_checksums, task, sets, partial(first_checksum, seed)), workers=workers
+    hashes: dict[str, str | None] = read_once(
+        partial(_checksums, task, sets, checksum_of), workers=workers
     )
-    return {
-        name: {"length": len(dataset), "content": checksums[name]} for name, dataset in sets.items()
-    }
+    return hashes
 
 
 @placeholder_outputs()

@@ -6,7 +6,8 @@ Otherwise the run could hang or train a wrong model.
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensor_hash import tensor_hashes
+from oneloop.data.fingerprint import rank_difference
+from oneloop.data.sample_checksums import samples_checksum
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
-from oneloop.run.compatibility import first_samples
+from oneloop.run.compatibility import sample_hashes
 from oneloop.run.environment import computed_by
 from oneloop.run.source_code import sources
 
+_FIRST = 2  # samples of each data set that all ranks compare
 _HASHED = 1 << 30  # bytes of a model that are hashed
 _SECONDS = 10.0  # until a file from another machine appears on shared storage
 
@@ -30,13 +34,10 @@ _SECONDS = 10.0  # until a file from another machine appears on shared storage
 class _Report:
     """What one rank has."""
 
-    sets: dict[str, Any]  # by name: length and content of a data set's first samples
-    model: dict[str, str]  # by parameter: shape and dtype
-    values: dict[str, int]  # hash of each tensor that no rank sends to the others
-    computed: dict[str, Any]  # with batch.grain: device and versions
+    fingerprint: dict[str, Any]  # of data sets, their order, the model, and the machine
     sources: dict[str, str]  # of several hosts: checksums of the sources that are not installed
-    host: str  # name of the machine
-    order: str | None  # hash of an order that the training set defines
+    values: dict[str, int]  # hash of each tensor of the model
+    host: str = field(default_factory=socket.gethostname)
 
 
 def reject_other_jobs(job: Job, run: Run) -> None:
@@ -47,42 +48,38 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     one_host = run.local_ranks == run.ranks
     with run.setting_up():
         workers = run.workers(job.recipe.machine.workers)
+        first_of = partial(samples_checksum, job.recipe.seed, first=_FIRST)
+        hashes = sample_hashes(job.task, job.sets, first_of, workers=workers)
+        machine = computed_by(job.recipe, run.device) if job.exact else {}
         mine = _Report(
-            sets=first_samples(job.task, job.sets, seed=job.recipe.seed, workers=workers),
-            model=_model_of(job),
-            values=_values_of(job.model),
-            computed=computed_by(job.recipe, run.device) if job.exact else {},
+            fingerprint={
+                "the order of the training set": job.order_hash(),
+                "the model": _model_of(job),
+                "the machine for batch.grain": machine,
+            },
             sources={} if one_host else sources(type(job.task)),
-            host=socket.gethostname(),
-            order=job.order_hash(),
+            values=_values_of(job.model),
         )
+        for name, dataset in job.sets.items():
+            mine.fingerprint[f"the {name} set"] = {
+                "length": len(dataset),
+                "hash of the first samples": hashes[name],
+            }
     reports: list[_Report] = run.gathered(mine)
 
+    # A module that only some ranks have imported is not compared.
+    for report in reports:
+        common = {name: report.sources.get(name) for name in reports[0].sources}
+        report.fingerprint["the source"] = common
+
     # All ranks compare the same reports, so all of them raise the same error.
-    for rank, report in enumerate(reports):
-        for name in sorted(reports[0].sources.keys() & report.sources.keys()):
-            if report.sources[name] != reports[0].sources[name]:
-                raise BadInput(
-                    f"the source of {name} differs between rank 0 on {reports[0].host} and rank "
-                    f"{rank} on {report.host}; use the same code on all hosts"
-                )
-    for name in dict.fromkeys(name for report in reports for name in report.sets):
-        _compare(name, [report.sets.get(name) for report in reports])
-    for rank, report in enumerate(reports):
-        if report.order != reports[0].order:
-            raise BadInput(
-                f"the order of the training set differs between rank 0 and rank {rank}; let "
-                "order() depend on its arguments only"
-            )
-        for key, value in report.computed.items():
-            first = reports[0].computed[key]
-            if value != first:
-                raise BadInput(
-                    f"batch.grain requires machines of one kind: the {key} is {value} on rank "
-                    f"{rank} and {first} on rank 0"
-                )
-    for rank, report in enumerate(reports):
-        _compare_models(rank, reports[0].model, report.model)
+    different = rank_difference([report.fingerprint for report in reports])
+    if different:
+        hosts = dict.fromkeys(report.host for report in reports)
+        raise BadInput(
+            f"the ranks differ: {different} (hosts: {', '.join(hosts)}); give all of them the "
+            "same data, model and code"
+        )
     _compare_values(job, run, [report.values for report in reports])
 
 
@@ -143,44 +140,6 @@ def _compare_values(job: Job, run: Run, reports: Sequence[Mapping[str, int]]) ->
             f"the model differs between ranks: {replaced} has other values on rank 0; DDP trains "
             "these"
         )
-
-
-def _compare_models(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> None:
-    for part in {**first, **other}:
-        here = first.get(part, "not there")
-        there = other.get(part, "not there")
-        if here != there:
-            raise BadInput(
-                f"the model differs between ranks: {part} is {here} on rank 0 and {there} on rank "
-                f"{rank}; build the same model on all of them"
-            )
-
-
-def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
-    """Raise BadInput if a rank's data set differs from that of rank 0."""
-    first = reports[0]
-    for rank, other in enumerate(reports):
-        if first is None and other is not None:
-            raise BadInput(
-                f"the {name} set is not on all ranks: rank {rank} has it, and rank 0 does not"
-            )
-        if first is not None and other is None:
-            raise BadInput(
-                f"the {name} set is not on all ranks: rank 0 has it, and rank {rank} does not"
-            )
-        if first is None or other is None:
-            continue
-        if first["length"] != other["length"]:
-            raise BadInput(
-                f"the {name} set has {first['length']:,} samples on rank 0 and "
-                f"{other['length']:,} on rank {rank}; give every process the whole set"
-            )
-        # There is no content if the samples are random.
-        if first["content"] and other["content"] and first["content"] != other["content"]:
-            raise BadInput(
-                f"the {name} set holds other samples on rank 0 ({first['content']}) and on rank "
-                f"{rank} ({other['content']}, of the first ones); give every process the same data"
-            )
 
 
 def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) -> bool:

@@ -342,9 +342,8 @@ class Parquet:
             **self._footers,
             **self._chosen,
         }
-        if not self.remote:
-            made["checksum"] = content_checksum(self.content.get("files"))
-        return made
+        files = None if self.remote else content_checksum(self.content.get("files"))
+        return {**made, "content of the files": files}
 
     def cache_key(self) -> dict[str, Any]:
         """Return a description of the rows by content, for caches of this machine."""
