@@ -4,8 +4,8 @@ compared with a step.
     python benchmarks/trial_cost.py --pairs 6
 
 Each run is a separate process, forked from a warm server (tests/helpers/worlds.py), so imports are
-not included; runs with and without alternate. `--against ../before` measures another checkout,
-which counts operations on the meta device instead.
+not included; runs with and without alternate. `--against ../before` also measures the check of
+another checkout.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
     """Return the seconds of the preflight check and step 1, and the median of the later steps."""
     import time
 
-    import oneloop.job.build as build
     import oneloop.train as module
+    from oneloop.job.preflight_result import Preflight
     from oneloop.optim.bad_step_guard import Guard
 
     marks: list[float] = []
@@ -47,28 +47,15 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
         marks.append(time.perf_counter())
 
     Guard.step = step
-    if kind == "before":
-        counting = build._flops
+    trying = module.preflight
 
-        def flops(*given):
-            began = time.perf_counter()
-            result = counting(*given)
-            took[0] += time.perf_counter() - began
-            return result
+    def preflight(*given):
+        began = time.perf_counter()
+        result = Preflight(flops=1.0) if kind == "untried" else trying(*given)
+        took[0] += time.perf_counter() - began
+        return result
 
-        build._flops = flops
-    else:
-        from oneloop.job.preflight_result import Preflight
-
-        trying = module.preflight
-
-        def preflight(*given):
-            began = time.perf_counter()
-            result = trying(*given) if kind == "tried" else Preflight(flops=1.0)
-            took[0] += time.perf_counter() - began
-            return result
-
-        module.preflight = preflight
+    module.preflight = preflight
     groups = module.Steps.__iter__
 
     def steps(*given):
@@ -101,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--against", type=Path)
+    parser.add_argument("--recipes", nargs="*", choices=RECIPES, default=[*RECIPES])
     given = parser.parse_args()
     import torch
 
@@ -114,7 +102,8 @@ def main() -> None:
         "by pair\n"
     )
     kinds = ["tried", "untried", *(["before"] if given.against else [])]
-    for name, recipe in RECIPES.items():
+    for name in given.recipes:
+        recipe = RECIPES[name]
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
         for _ in range(given.pairs):
             for kind in kinds:
@@ -141,13 +130,16 @@ def main() -> None:
                 f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to "
                 f"{max(firsts):.3f})"
             )
-        costs = [
-            with_ - without
-            for (with_, _), (without, _) in zip(found["tried"], found["untried"], strict=True)
-        ]
-        cost = statistics.median(costs)
-        span = f"({min(costs):.3f} to {max(costs):.3f}), {cost / step:.2f} steps"
-        print(f"{name:9} a step   {step:.3f}; cost {cost:.3f} {span}\n")
+        print(f"{name:9} a step   {step:.3f}")
+        for kind in kinds:
+            if kind == "untried":
+                continue
+            pairs = zip(found[kind], found["untried"], strict=True)
+            costs = [with_ - without for (with_, _), (without, _) in pairs]
+            cost = statistics.median(costs)
+            span = f"({min(costs):.3f} to {max(costs):.3f}), {cost / step:.2f} steps"
+            print(f"{name:9} cost of {kind}: {cost:.3f} {span}")
+        print()
 
 
 if __name__ == "__main__":

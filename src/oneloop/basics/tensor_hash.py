@@ -15,6 +15,7 @@ from oneloop.basics.tensors import as_real, local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements
+_AT_ONCE_ON_CPU = 1 << 18  # which fit into a cache
 _LOWER = (1 << 32) - 1
 
 
@@ -37,8 +38,9 @@ def tensor_hash(tensor: Tensor, *, first: int = 0) -> Tensor:
     """
     bits = as_bits(tensor)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for begin in range(0, bits.numel(), _AT_ONCE):
-        part = bits[begin : begin + _AT_ONCE]
+    size = _AT_ONCE_ON_CPU if bits.device.type == "cpu" else _AT_ONCE
+    for begin in range(0, bits.numel(), size):
+        part = bits[begin : begin + size]
         # Two changes of the highest of 64 bits would cancel: copy the upper half to the lower one.
         if part.dtype is torch.int64:
             part = part ^ ((part >> 32) & _LOWER)
