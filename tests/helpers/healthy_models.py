@@ -332,7 +332,7 @@ class Mamba(NextToken):
         )
 
 
-@healthy(DROPOUT, fsdp2=("FSDP", "shared.weight"))
+@healthy(DROPOUT)
 class T5(NextToken):
     """An encoder and a decoder with one embedding; it predicts the text backwards."""
 
