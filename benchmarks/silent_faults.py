@@ -11,6 +11,7 @@ after each case, and a second call continues where the first one ended.
 
 The parts: `models` are the cases of zoo_silent*.py; `late` those of late_state.py; `sums` those of
 sum_cases.py, wrong and right ones; `changes` are the changes in the dry run of silent_values.py;
+`equal` are the models of zoo.py that are right everywhere, in 50 steps;
 `programs` are the programs of the folder in `--programs`, with the commands that their first lines
 state, for each task class in them.
 
@@ -42,7 +43,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TESTS = HERE.parent / "tests"
-PARTS = ("models", "late", "sums", "changes", "programs")
+PARTS = ("models", "late", "sums", "changes", "equal", "programs")
 RANKS = {"single": 1, "ddp": 2, "fsdp2": 2}
 WAYS = {"plain": False, "grain": True}
 LONGEST = 300.0  # seconds of a program
@@ -135,13 +136,27 @@ def late_cases() -> dict[str, Any]:
     return cases
 
 
+def equal_cases() -> dict[str, Any]:
+    """Return the models of the zoo that train the same weights everywhere: nothing may be found."""
+    from zoo import EQUAL
+    from zoo_outcomes import ZOO
+
+    options = ("--duration", "50", "--machine.check_every", "5", "--eval.every", "5")
+    cases = {}
+    for name, entry in ZOO.items():
+        if set(entry.expected.values()) == {EQUAL}:
+            cases[name] = dataclasses.replace(entry, words=(*entry.words, *options))
+    return cases
+
+
 def model_cases(asked: argparse.Namespace) -> Iterator[Case]:
     """Yield the models, and register each for ``outcome``."""
     import zoo_outcomes
 
     more = ["--machine.check_every", asked.check_every] if asked.check_every else []
     more += ["--duration", asked.duration] if asked.duration else []
-    for part, entries in (("models", zoo_outcomes.SILENT), ("late", late_cases())):
+    parts = {"models": zoo_outcomes.SILENT, "late": late_cases(), "equal": equal_cases()}
+    for part, entries in parts.items():
         for name, entry in entries.items():
             if asked.kind and entry.kind not in asked.kind:
                 continue
@@ -174,6 +189,9 @@ def of_model(name: str, at: Sequence[tuple[str, str]], folder: Path) -> Iterator
             continue
         lines = of_rank_0(run.output)
         reports = [line for line in lines if any(contains(line, words) for words in alternatives)]
+        if not alternatives:
+            reports = [line for line in lines if re.search(REPORTS, line)]
+            right = right and not reports
         if reports:
             yield Found("reported", right, step_of(reports[0], lines), reports[0])
         else:
@@ -342,7 +360,7 @@ def runs_of(
     source: Path,
 ) -> Iterator[Found]:
     """Run a case on these layouts; yield what each of them shows."""
-    if part in ("models", "late"):
+    if part in ("models", "late", "equal"):
         yield from of_model(name, at, folder)
         return
     for layout, way in at:

@@ -1122,10 +1122,10 @@ class OrderedSamples(Samples):
 
 
 @animal(
-    ddp=rejected("the order of the training set differs between rank 0 and rank 1"),
-    ddp_grain=rejected("the order of the training set differs"),
-    fsdp2=rejected("the order of the training set differs"),
-    fsdp2_grain=rejected("the order of the training set differs"),
+    ddp=rejected("the ranks differ: the order of the training set is"),
+    ddp_grain=rejected("the ranks differ: the order of the training set is"),
+    fsdp2=rejected("the ranks differ: the order of the training set is"),
+    fsdp2_grain=rejected("the ranks differ: the order of the training set is"),
 )
 class OrderOfRank(Plain):
     def train_set(self) -> Any:

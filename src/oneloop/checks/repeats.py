@@ -35,7 +35,7 @@ from oneloop.checks.samples import copied
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_checksums import entry_checksums
-from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.seeded_samples import SeededSamples, StepPlaces
 from oneloop.data.step_batches import Batch, Group, loader, to_device
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
@@ -138,10 +138,9 @@ class Checks:
             yield
             return
         before = state_hashes(self._model)
-        with whole_parameters(bare(self._model)):
+        with whole_parameters(self._model):
             yield
-        after = state_hashes(self._model)
-        found = [f"{change} in {what}" for change in changes(before, after)]
+        found = [f"{change} in {what}" for change in changes(before, state_hashes(self._model))]
         self._judge(chain.from_iterable(self._run.gathered(found)), "")
 
     def _repeat(self, group: Group, position: int, number: int) -> None:
@@ -225,16 +224,16 @@ class Checks:
         position, rank, micro = place
         begin = position + layout.each * layout.leaf(rank, micro)
         epochs, indices = job.order.at(np.arange(begin, begin + layout.each))
-        places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+        places = StepPlaces(zip(epochs.tolist(), indices.tolist(), strict=True))
+        places.position = position  # a data set may follow the progress of the run
 
         # A data worker loads it, if the run has any: this process must not touch their files.
         workers = min(1, self._run.workers(job.recipe.machine.workers))
         before = None if workers else Values({"train": job.train_set, "task": job.task}, set())
         samples = SeededSamples(job.train_set, seed=job.recipe.seed, name="train")
-        loaded = loader(
+        [(batch, _)] = loader(
             samples, job.collate, [places], workers=workers, device=self._run.device, pinned=False
         )
-        [(batch, _)] = loaded
         if before is not None:
             before.restore()
         return to_device(batch, self._run.device)
