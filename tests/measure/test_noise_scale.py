@@ -170,6 +170,14 @@ def test_a_rank_without_weight_has_nothing_to_measure(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_norm_whose_square_overflows_is_no_measurement():
+    noise = NoiseScale()
+    noise.add(math.inf, 1 / 2, 1 / 8, norm=1e200)
+    assert noise.value is None
+    noise.add(3.0, 1 / 2, 1 / 8, norm=1.0)
+    assert noise.value is not None
+
+
 def test_measuring_changes_nothing(tmp_path):
     from safetensors.torch import load_file
 

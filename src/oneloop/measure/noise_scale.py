@@ -132,7 +132,8 @@ class Sensor:
         # the part's weight.
         mine = [0.0, 0.0, float(len(self._parts))]
         for square, own in self._parts:
-            mine[0] += float(on_host(square)) * (weight / (self._means * own * self._scale)) ** 2
+            undone = weight / (self._means * own * self._scale)
+            mine[0] += float(on_host(square)) * (undone * undone)
             mine[1] += 1.0 / own
         device = self._accelerator.device
         sums = torch.tensor(mine, dtype=wide_dtype(device), device=device)
@@ -179,8 +180,9 @@ class NoiseScale:
         """
         if small_inverse == big_inverse:
             return  # one part says nothing about the noise
-        noise = (small_square - norm**2) / (small_inverse - big_inverse)
-        signal = norm**2 - noise * big_inverse
+        square = norm * norm  # infinite if it overflows, where norm**2 is an error
+        noise = (small_square - square) / (small_inverse - big_inverse)
+        signal = square - noise * big_inverse
         if noise == noise and signal == signal and abs(noise) != float("inf"):
             self._measured.append((noise, signal))
 
