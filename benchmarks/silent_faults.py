@@ -438,7 +438,8 @@ def print_table(files: Sequence[Path]) -> None:
             right = sum(found["right"] is not False for found in own)
             print(f"{file.name}, {part}: {right} of {len(own)} as expected")
     for name in names:
-        if len({told(one.get(name)).partition(" @")[0] for one in results}) > 1:
+        both = all(name in one for one in results)
+        if both and len({told(one[name]).partition(" @")[0] for one in results}) > 1:
             print(f"differ: {name}: {' -> '.join(told(one.get(name)) for one in results)}")
 
 
