@@ -94,10 +94,12 @@ def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
         *(folder / "run" / "final").glob("*.safetensors"),
         *(folder / "run").glob("checkpoints/*/*.safetensors"),
     ]
-    lines = [
-        timeless(json.loads(line))
-        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = []
+    for text in (folder / "run" / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        # Other programs on the machine may slow down a rank.
+        if line.get("event") != "straggler":
+            lines.append(timeless(line))
     summary = json.loads((folder / "run" / "summary.json").read_text())
     return {
         "exit code": code,
