@@ -509,7 +509,7 @@ CHANGES = {
             "self.x.cos())"
         ),
         [],
-        "data (train, validation): hash of 16 samples differs",
+        "data (train, validation): hash of 16 samples: ",
     ),
     "requires a validation set": (
         "    def eval_sets(self):\n        return {}",

@@ -10,6 +10,7 @@ from xxhash import xxh3_64
 from oneloop.data.seeded_samples import SeededSamples
 
 SAMPLES = 16  # samples of each data set that a resume compares
+FIRST = 2  # first samples of each data set that all ranks compare
 
 IN_PLACE = "changes what it stores when a sample is read"
 OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
