@@ -1216,7 +1216,7 @@ def test_a_data_set_with_other_dates_is_rejected():
 
     state = json.loads(json.dumps(of_year(2025).state_dict()))
     of_year(2025).load_state_dict(state)
-    with pytest.raises(ValueError, match="data, checksum of 16 samples: 0"):
+    with pytest.raises(ValueError, match="data, checksum of 16 samples: "):
         of_year(2026).load_state_dict(state)
 
 

@@ -574,7 +574,7 @@ def test_an_edit_of_the_model_makes_the_outputs_new_at_a_resume(tmp_path, layout
     world = run(here, given, ranks=LAYOUTS[layout], config=layout, folder=tmp_path)
     world.ok()
     why = "the reference: its outputs are computed again, because the stored ones are of other code"
-    assert world.output.count(f"{why} (settings_of_net.py ") == 1
+    assert world.output.count(f"{why} (settings_of_net.py: ") == 1
     after = bins(tmp_path / "store")
     assert before.items() < after.items() and len(after) == 2 * len(before)
 

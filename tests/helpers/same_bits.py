@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
@@ -25,11 +26,18 @@ def digest(folder: Path) -> dict[str, str]:
     for place in (newest, folder / "final"):
         for name, value in _tensors(place).items():
             found[f"{place.name if place.name == 'final' else 'state'}:{name}"] = value
-    for number, line in enumerate(timeless_log(folder)):
-        for name in ESTIMATES:
-            line.pop(name, None)
+    for number, line in enumerate(exact_log(folder)):
         found[f"line {number}"] = json.dumps(line, sort_keys=True)
     return found
+
+
+def exact_log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl that are equal on each layout, without estimates."""
+    lines = timeless_log(folder)
+    for line in lines:
+        for name in ESTIMATES:
+            line.pop(name, None)
+    return lines
 
 
 def _tensors(folder: Path) -> dict[str, str]:

@@ -475,6 +475,6 @@ def test_a_mixture_in_another_order_is_another(tmp_path):
 
     started(tmp_path, words, mixed("B", "A"))
     world = again(tmp_path, words, mixed("A", "B"))
-    assert world.codes == [2] and "order ['B', 'A'] -> ['A', 'B']" in world.output, world.output
+    assert world.codes == [2] and "order: ['B', 'A'] -> ['A', 'B']" in world.output, world.output
     one = Mixture({"a": WORDS, "b": WORDS}, [1, 2])
     assert one.fingerprint() is None
