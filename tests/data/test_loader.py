@@ -40,7 +40,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, Ordered
-from oneloop.data.sample_checksums import checksum
+from oneloop.data.sample_checksums import checksum, first_checksum
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
@@ -1208,6 +1208,24 @@ def test_dates_decimals_and_other_objects_are_compared_by_value(kind):
     make = OBJECTS[kind]
     one, same, other = (checksum([{"when": make(number)}]) for number in (3, 3, 4))
     assert one == same != other
+
+
+class SecondIsRandom:
+    """Its second sample has its own generator: ranks cannot compare it."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return self.own.random() if index == 1 else float(index)
+
+
+def test_first_samples_of_which_one_is_random_have_no_checksum():
+    assert first_checksum(0, SecondIsRandom()) is None
+    assert first_checksum(0, [0.0] * 8) == first_checksum(0, [0.0] * 8) is not None
 
 
 def test_a_data_set_with_other_dates_is_rejected():

@@ -24,7 +24,7 @@ def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
 
     before = 2 * min(SAMPLED, max(2, micro)) + (SAMPLES + 2 if rank == 0 else 0)
     # loaded for the comparison between ranks
-    before += FIRST + 2 if (folder / "drawn-1.txt").exists() else 0
+    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 

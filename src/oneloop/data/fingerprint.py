@@ -61,7 +61,10 @@ def rank_difference(reports: Sequence[Mapping[str, Any]]) -> str:
     return ""
 
 
-def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _different(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the name and both values of each entry that differs."""
     old = _flat(before)
     new = _flat(now)

@@ -9,7 +9,7 @@ from oneloop.basics.seeds import own_generators
 from oneloop.basics.untrusted import damaged
 from oneloop.data.fingerprint import content_checksum, differences, fingerprint_of
 from oneloop.data.order import Ordered, order_hash
-from oneloop.data.sample_checksums import SAMPLES, checksum, fault, samples_checksum
+from oneloop.data.sample_checksums import SAMPLES, checksum, fault, spread_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples, UnfitSample
 
@@ -72,7 +72,7 @@ class Identity:
         if self._values is None:
             data: dict[str, Any] = {"length": self._length}
             if self._content is None:
-                data[f"checksum of {SAMPLES} samples"] = self._read(samples_checksum)
+                data[f"checksum of {SAMPLES} samples"] = self._read(spread_checksum)
             data |= self._content or {}
             data = json.loads(json.dumps(data))  # as it is after a JSON file
             self._values = {"seed": self.seed, "batch_size": self.batch_size, "data": data}

@@ -16,23 +16,24 @@ IN_PLACE = "changes what it stores when a sample is read"
 OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
 
 
-def samples_checksum(seed: int, dataset: Any, *, first: int = 0) -> str | None:
-    """Return a checksum of some samples; None if they differ each time.
-
-    Args:
-        seed: of the samples.
-        dataset: map-style.
-        first: number of the first samples to read; 0: :data:`SAMPLES`, evenly spaced.
-    """
+def spread_checksum(seed: int, dataset: Any) -> str | None:
+    """Return a checksum of evenly spaced samples; None if the first one differs each time."""
     keyed = SeededSamples(dataset, seed=seed)
     indices = sorted({k * len(dataset) // SAMPLES for k in range(SAMPLES)})
-    if first:
-        indices = [*range(min(first, len(dataset)))]
     samples = keyed.good([(0, index) for index in indices])
     whole = checksum(samples)
-    once = checksum(samples[:1])
+    first = checksum(samples[:1])
     again = [checksum([keyed[0, samples[0][0]]]) for _ in range(2)]
-    return whole if again == [once, once] else None
+    return whole if again == [first, first] else None
+
+
+def first_checksum(seed: int, dataset: Any) -> str | None:
+    """Return a checksum of the first samples; None if one of them differs each time."""
+    keyed = SeededSamples(dataset, seed=seed)
+    places = [(0, index) for index in range(min(FIRST, len(dataset)))]
+    first = checksum(keyed.good(places))
+    second = checksum(keyed.good(places))
+    return first if first == second else None
 
 
 def fault(before: str, first: Any, again: Any) -> str:

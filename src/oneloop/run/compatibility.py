@@ -10,7 +10,7 @@ from xxhash import xxh3_64_hexdigest
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.untrusted import damaged
 from oneloop.data.fingerprint import differences, fingerprint_of
-from oneloop.data.sample_checksums import SAMPLES, samples_checksum
+from oneloop.data.sample_checksums import SAMPLES, spread_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
@@ -202,7 +202,7 @@ def data_of(
         if not content:
             unknown[name] = dataset
     if unknown:
-        hashes = sample_hashes(task, unknown, partial(samples_checksum, seed), workers=workers)
+        hashes = sample_hashes(task, unknown, partial(spread_checksum, seed), workers=workers)
         for name, value in hashes.items():
             found[name][_SAMPLED] = value
     return found

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.data.fingerprint import rank_difference
-from oneloop.data.sample_checksums import FIRST, samples_checksum
+from oneloop.data.sample_checksums import first_checksum
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.run.compatibility import sample_hashes
@@ -47,7 +47,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     one_host = run.local_ranks == run.ranks
     with run.setting_up():
         workers = run.workers(job.recipe.machine.workers)
-        first_of = partial(samples_checksum, job.recipe.seed, first=FIRST)
+        first_of = partial(first_checksum, job.recipe.seed)
         hashes = sample_hashes(job.task, job.sets, first_of, workers=workers)
         machine = computed_by(job.recipe, run.device) if job.exact else {}
         mine = _Report(
