@@ -38,8 +38,8 @@ from gpu_speed import ON_GPU, llama_1b_workload
 from gpu_trace import FORWARD
 from gpu_turns import OURS, STEPS, Arm, beside, slug
 from gpu_workloads import Repeated, Text
-from oneloop.data.packing import Bins
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.packing import Bins
 from oneloop.tasks.language.pair_samples import PackedPairs, Pairs
 from oneloop.tasks.preference import Preference
 

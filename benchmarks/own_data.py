@@ -36,12 +36,12 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, Ordered
-from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.find_files import found
+from oneloop.tasks.rows.mixture import Mixture
 from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.parquet_files import LocalFile
+from oneloop.tasks.rows.row_group_order import Windows
 
 BATCH, MICRO, GROUP, FILES = 64, 8, 100, 40
 

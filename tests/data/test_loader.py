@@ -38,12 +38,12 @@ from transformers import BatchEncoding
 from oneloop import Loader
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
-from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, Ordered
 from oneloop.data.sample_checksums import checksum, first_checksum
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
+from oneloop.tasks.rows.mixture import Mixture
 from remote_data import counted_s3
 from worlds import run
 

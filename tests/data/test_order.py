@@ -165,7 +165,7 @@ def values(dataset, *, count: int) -> list[int]:
 
 
 def test_row_groups_and_mixtures_keep_the_order_of_their_files(files):
-    from oneloop.data.mixture import Mixture
+    from oneloop.tasks.rows.mixture import Mixture
     from oneloop.tasks.rows.parquet import Parquet
     from oneloop.tasks.rows.parquet_files import LocalFile
     from oneloop.tasks.rows.rows import Mapped

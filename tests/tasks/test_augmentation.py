@@ -16,7 +16,6 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, v2
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, RepeatedOrder, order_of
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
@@ -24,6 +23,7 @@ from oneloop.tasks.augmentation import Repeated, prepared
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import described
 from oneloop.tasks.image_settings import Augmentation, RandomCrop, Resizing, jitter_strengths
+from oneloop.tasks.rows.mixture import Mixture
 from own_files import images
 from worlds import after, back_to, each_message, run, train
 

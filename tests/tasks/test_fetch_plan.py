@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.mixture import Mixed, proportions
 from oneloop.data.order import Order, RepeatedOrder, StoredOrder
-from oneloop.data.row_group_order import Windows
+from oneloop.tasks.rows.mixture import Mixed, proportions
 from oneloop.tasks.rows.remote import fetch_plan
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room
 from oneloop.tasks.rows.remote.range_file import GroupRequest
 from oneloop.tasks.rows.remote.store import RemoteObject
+from oneloop.tasks.rows.row_group_order import Windows
 
 pytestmark = pytest.mark.covers("oneloop.tasks.rows.remote.fetch_plan", "oneloop.data.batch_layout")
 

@@ -28,7 +28,7 @@ from own_files import bulk, images, rows, write
 from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.data.mixture",
+    "oneloop.tasks.rows.mixture",
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.labels",
     "oneloop.tasks.rows.cached_arrays",

@@ -12,10 +12,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oneloop.data.mixture import Mixture
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, found
 from oneloop.tasks.rows.images import decoded
+from oneloop.tasks.rows.mixture import Mixture
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.parquet_files import LocalFile
@@ -25,7 +25,7 @@ from oneloop.tasks.token_classification import TokenClassification
 from own_files import WORDS, again, rows, started, write
 
 pytestmark = pytest.mark.covers(
-    "oneloop.data.mixture",
+    "oneloop.tasks.rows.mixture",
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.columns",
     "oneloop.tasks.rows.csv_json_lines",

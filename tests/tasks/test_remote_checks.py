@@ -499,8 +499,8 @@ def test_a_micro_batch_without_a_good_sample_ends_the_run(tmp_path, workers):
 
 
 def test_the_traffic_is_that_of_the_used_columns(remote, monkeypatch, tmp_path):
-    from oneloop.data.mixture import Mixture
     from oneloop.data.network_traffic import traffic_line
+    from oneloop.tasks.rows.mixture import Mixture
     from oneloop.tasks.rows.parquet_files import LocalFile
 
     monkeypatch.setattr(LocalFile, "ranges", lambda *_: [(0, 1), (2, 3)])

@@ -21,7 +21,7 @@ from small_models import bert, vit
 from worlds import ROOT, apply, here, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.data.mixture",
+    "oneloop.tasks.rows.mixture",
     "oneloop.tasks.image_classification",
     "oneloop.tasks.text_classification",
     "oneloop.tasks.text_regression",

@@ -70,7 +70,7 @@ class Loader:
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``), for example of torch or ``datasets``,
-            or a :class:`oneloop.data.mixture.Mixture`. A set may have its own ``order(seed=…,
+            or a :class:`oneloop.tasks.rows.mixture.Mixture`. A set may have its own ``order(seed=…,
             batch=…)``.
         batch_size: samples of one optimizer step, on all processes.
         seed: of the order, and of the samples' random numbers.

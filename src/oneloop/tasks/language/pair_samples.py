@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
-from oneloop.data.packing import Bucketed, packed
 from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents
+from oneloop.tasks.language.packing import Bucketed, packed
 from oneloop.tasks.language.sequences import collated, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 

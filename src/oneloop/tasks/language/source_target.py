@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from oneloop.data.order import Ordered, StoredOrder
-from oneloop.data.packing import Bucketed
 from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
+from oneloop.tasks.language.packing import Bucketed
 from oneloop.tasks.language.sequences import IGNORE, ranges
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row

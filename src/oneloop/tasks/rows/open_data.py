@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from oneloop.data.mixture import Mixture
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import hub, tables, with_texts
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.image_rows import class_folders
+from oneloop.tasks.rows.mixture import Mixture
 from oneloop.tasks.rows.objects import NoColumn
 from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.remote.data_sets import RemoteFound, found_remotely, is_hub, local_only

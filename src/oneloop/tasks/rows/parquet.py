@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from oneloop.data.fingerprint import content_checksum
 from oneloop.data.order import Ordered, StoredOrder
-from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.objects import down_to, value_of
@@ -25,6 +24,7 @@ from oneloop.tasks.rows.parquet_files import (
     memory_bound,
     stored_size,
 )
+from oneloop.tasks.rows.row_group_order import Windows
 from oneloop.tasks.rows.rows import Row
 
 MEGABYTE = 1 << 20
@@ -40,7 +40,9 @@ _FIRST = 4  # number of the first row in its file
 
 
 class Parquet:
-    """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
+    """The rows of Parquet files.
+
+    Their order is :class:`oneloop.tasks.rows.row_group_order.Windows`.
 
     Args:
         files: the files.

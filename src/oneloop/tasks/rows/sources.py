@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from oneloop.data.mixture import proportions
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.image_rows import LABEL
+from oneloop.tasks.rows.mixture import proportions
 from oneloop.tasks.rows.remote.data_sets import check_stream, local_only
 from oneloop.tasks.rows.remote_checks import Check
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
-from oneloop.data.row_group_order import Windows
+from oneloop.tasks.rows.row_group_order import Windows
 
 _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 _MAX_REPEATS = 1 << 20  # samples; a table of the places of a step has as many entries
@@ -113,11 +113,12 @@ class Mixture:
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order of samples, a function of seed and position.
 
-        ``batch`` affects only sets in row groups (:class:`oneloop.data.row_group_order.Windows`):
-        the place of a sample in the step decides its lane. A rank, whose share of a step is
-        consecutive places, therefore reads only some lanes of each set. Two cases have one lane,
-        so that each rank reads all groups: a set with one sample per step or fewer, and all sets
-        if cycle and steps coincide only after more than a million samples.
+        ``batch`` affects only sets in row groups
+        (:class:`oneloop.tasks.rows.row_group_order.Windows`): the place of a sample in the step
+        decides its lane. A rank, whose share of a step is consecutive places, therefore reads only
+        some lanes of each set. Two cases have one lane, so that each rank reads all groups: a set
+        with one sample per step or fewer, and all sets if cycle and steps coincide only after more
+        than a million samples.
         """
         repeats = math.lcm(len(self.cycle), batch)  # samples until cycle and steps coincide
         orders = []
@@ -126,7 +127,14 @@ class Mixture:
             if isinstance(order, Windows) and repeats <= _MAX_REPEATS:
                 of_set = np.tile(self.cycle == number, repeats // len(self.cycle))
                 places = np.flatnonzero(of_set) % batch
-                order = order.at_places(places, batch=batch, period=repeats // batch)
+                order = Windows(
+                    order.sizes,
+                    seed=seed,
+                    open_groups=order.open_groups,
+                    batch=batch,
+                    places=places,
+                    period=repeats // batch,
+                )
             orders.append(order)
         return Mixed(orders, self.bounds[:-1], self.cycle)
 

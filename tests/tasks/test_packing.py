@@ -11,11 +11,11 @@ import pytest
 
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
-from oneloop.data.packing import Bins, Bucketed, packed
+from oneloop.tasks.language.packing import Bins, Bucketed, packed
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.batch_layout",
-    "oneloop.data.packing",
+    "oneloop.tasks.language.packing",
 )
 
 
@@ -265,7 +265,7 @@ def test_a_window_costs_the_same_in_an_epoch_of_any_size():
     assert cost(10**10) < 10 * cost(10_000)
     order = Bucketed(np.broadcast_to(np.int64(7), 10**10), seed=0, batch=64)
     order[0 : 64 * 1000]
-    assert len(order._windows) == 2
+    assert order._window.cache_info().currsize == 2
 
 
 def test_what_is_no_order_is_rejected():

@@ -11,12 +11,13 @@ its own windows. A step is divided among the lanes: each has a part of equal len
 of a step is some of these parts, so it reads only some lanes. The number of lanes depends on the
 data and the batch size, never on the number of ranks.
 
-If only some places of a step are the data set's (:class:`oneloop.data.mixture.Mixture`), a place
-still decides the lane.
+If only some places of a step are the data set's (:class:`oneloop.tasks.rows.mixture.Mixture`), a
+place still decides the lane.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,14 @@ class Windows(Ordered):
 
         if places is None:
             places = np.arange(batch)
-        if open_groups >= len(self.sizes):
-            self.lanes = 1
-            self.window = len(self.sizes)  # groups of a window
-        else:
-            self.lanes = lanes(open_groups, batch, most=len(places) // period)
-            self.window = open_groups // self.lanes
+        # As many lanes as divide the batch, leave large windows, and have a sample in each step.
+        self.lanes = 1
+        if open_groups < len(self.sizes):
+            most = min(_MAX_LANES, open_groups // _MIN_GROUPS, len(places) // period)
+            while most > 1 and batch % most:
+                most -= 1
+            self.lanes = max(1, most)
+        self.window = min(open_groups, len(self.sizes)) // self.lanes  # groups of a window
 
         # The lane of each sample until the places repeat, how many samples of its lane are before
         # it, and how many each lane has.
@@ -85,17 +88,16 @@ class Windows(Ordered):
             of_lane = self._turns == lane
             self._before[of_lane] = np.arange(np.count_nonzero(of_lane))
         self._each = np.bincount(self._turns, minlength=self.lanes)
-        self._layouts: dict[int, _Layout] = {}
+        self._layout = lru_cache(maxsize=2)(self._new_layout)
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         flat = positions.reshape(-1)
-        epochs = flat // self.size
+        epochs, offsets = np.divmod(flat, self.size)
         indices = np.empty_like(flat)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            offsets = flat[of_epoch] - epoch * self.size
-            indices[of_epoch] = self._epoch_indices(epoch, offsets)
+            indices[of_epoch] = self._epoch_indices(epoch, offsets[of_epoch])
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
     def _epoch_indices(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -123,14 +125,8 @@ class Windows(Ordered):
         indices: NDArray[np.int64] = self._firsts[group] + sample - start
         return indices
 
-    def _layout(self, epoch: int) -> "_Layout":
-        if epoch not in self._layouts:
-            for old in [*self._layouts][:-1]:
-                del self._layouts[old]
-            self._layouts[epoch] = self._new_layout(epoch)
-        return self._layouts[epoch]
-
     def _new_layout(self, epoch: int) -> "_Layout":
+        """Return the groups of an epoch, in their order and cut into lanes and windows."""
         # Shuffle the groups.
         total = len(self.sizes)
         key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)[0]
@@ -167,23 +163,6 @@ class Windows(Ordered):
         begun = np.bincount(self._turns[:rest], minlength=self.lanes)  # of the last round
         return np.asarray(rounds * self._each + begun)
 
-    def at_places(self, places: NDArray[np.int64], *, batch: int, period: int) -> "Windows":
-        """Return the order of a data set that has only some places of a step.
-
-        Args:
-            places: (n,), the place in the step of each sample, repeated endlessly.
-            batch: places of a step.
-            period: steps until these places repeat.
-        """
-        return Windows(
-            self.sizes,
-            seed=self.seed,
-            open_groups=self.open_groups,
-            batch=batch,
-            places=places,
-            period=period,
-        )
-
     def _edges(self, ends: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
         """Return the first sample of each window of a lane."""
         inside = ends[(ends > start) & (ends < stop)]  # a group ends where the next one begins
@@ -205,15 +184,3 @@ class _Layout:
     edges: NDArray[np.int64]  # start of each window, and the end
     phase: int  # samples of the first round that belong to the previous epoch
     key: np.uint64
-
-
-def lanes(open_groups: int, batch: int, *, most: int) -> int:
-    """Return the largest number of lanes that divides the batch and leaves large windows.
-
-    Args:
-        open_groups: groups of all open windows; each window gets at least eight.
-        batch: places of a step.
-        most: samples of a step, at least: each lane gets one.
-    """
-    most = max(1, min(_MAX_LANES, open_groups // _MIN_GROUPS, most))
-    return max(count for count in range(1, most + 1) if batch % count == 0)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from oneloop.data.row_group_order import Windows
+from oneloop.tasks.rows.row_group_order import Windows
 
-pytestmark = pytest.mark.covers("oneloop.data.row_group_order")
+pytestmark = pytest.mark.covers("oneloop.tasks.rows.row_group_order")
 
 CASES = [
     ([5, 3, 9, 1], 2, 4),

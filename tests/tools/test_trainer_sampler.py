@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, order_of
-from oneloop.data.trainer_sampler import TrainerSampler
+from oneloop.tasks.rows.mixture import Mixture
+from oneloop.tools.trainer_sampler import TrainerSampler
 from worlds import run
 
-pytestmark = pytest.mark.covers("oneloop.data.trainer_sampler")
+pytestmark = pytest.mark.covers("oneloop.tools.trainer_sampler")
 
 SIZE = 37  # samples: steps 4 and 9 cross the end of an epoch
 BATCH = 8

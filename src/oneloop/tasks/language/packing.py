@@ -1,7 +1,9 @@
 """Samples by length: packing into bins, and an order whose steps have samples of similar length."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -77,67 +79,33 @@ def _check(lengths: NDArray[np.int64], capacity: int) -> None:
 
 def _assign_bins(descending: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Return the bin of each length (descending), numbered in the order of opening."""
-    found = np.empty_like(descending)
-    spaces = _FreeSpace()
+    bin_of = np.empty_like(descending)
+    bins_by_space: defaultdict[int, deque[int]] = defaultdict(deque)
+    # bit set of the free spaces: finding the next one is faster than in a tree
+    occupied = 0
     opened = 0
-    starts = np.flatnonzero(np.diff(descending, prepend=-1)).tolist()
-    for start, stop in zip(starts, [*starts[1:], len(descending)], strict=True):
-        # Place all items of this length, several bins at a time.
-        length = int(descending[start])
-        while start < stop:
-            space = spaces.least(length)
-            if space is None:
-                # No open bin has room: open as many as the remaining items need.
-                space = capacity
-                each = capacity // length  # items of a bin
-                bins = list(range(opened, opened - (start - stop) // each))
-                opened += len(bins)
-            else:
-                # After one item this bin is the fullest that fits the next of equal length, so it
-                # is filled at once.
-                each = space // length
-                bins = spaces.take(space, -((start - stop) // each))
+    for item, length in enumerate(descending.tolist()):
+        # Take the fullest bin that has room, or open one.
+        fitting = occupied >> length
+        if fitting:
+            lowest = fitting & -fitting  # its lowest bit that is set
+            space = length + lowest.bit_length() - 1
+            bins = bins_by_space[space]
+            number = bins.popleft()
+            if not bins:
+                occupied ^= 1 << space
+        else:
+            space = capacity
+            number = opened
+            opened += 1
 
-            # Fill the bins; the last one gets the rest.
-            before_last = each * (len(bins) - 1)
-            last = min(stop - start, each * len(bins)) - before_last
-            filled = np.repeat(np.array(bins), each)[: before_last + last]
-            found[start : start + len(filled)] = filled
-            start += len(filled)
-            spaces.put(space - each * length, bins[:-1])
-            spaces.put(space - last * length, bins[-1:])
-    return found
-
-
-class _FreeSpace:
-    """Bins by free space."""
-
-    def __init__(self) -> None:
-        self._bins: dict[int, list[int]] = {}
-        # bit set of the free spaces: finding the next one is faster than in a tree
-        self._occupied = 0
-
-    def least(self, length: int) -> int | None:
-        """Return the smallest free space that holds the length; None if no bin has it."""
-        above = self._occupied >> length
-        if not above:
-            return None
-        lowest = above & -above  # its lowest bit that is set
-        return length + lowest.bit_length() - 1
-
-    def take(self, space: int, most: int) -> list[int]:
-        """Remove and return at most ``most`` bins of this free space."""
-        bins = self._bins[space]
-        self._bins[space] = bins[most:]
-        if not self._bins[space]:
-            self._occupied ^= 1 << space
-        return bins[:most]
-
-    def put(self, space: int, bins: list[int]) -> None:
-        """Add bins of this free space; drop full ones."""
-        if bins and space:
-            self._bins.setdefault(space, []).extend(bins)
-            self._occupied |= 1 << space
+        # Keep what is left of it.
+        bin_of[item] = number
+        space -= length
+        if space:
+            bins_by_space[space].append(number)
+            occupied |= 1 << space
+    return bin_of
 
 
 class Bucketed(Ordered):
@@ -174,7 +142,7 @@ class Bucketed(Ordered):
                 f"a step and a window must be 1 or more, got a batch of {batch} and a window "
                 f"of {window}"
             )
-        self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
+        self._window = lru_cache(maxsize=2)(self._window_indices)
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
@@ -210,17 +178,8 @@ class Bucketed(Ordered):
         steps = -(-(phase + self.size) // self.batch)
         return phase, steps, np.maximum(steps // self.window, 1)
 
-    def _window(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
-        """Return the offset of a window in its epoch, and its sample indices; cache two windows."""
-        found = self._windows.get((epoch, number))
-        if found is None:
-            found = self._window_indices(epoch, number)
-            newest = dict(list(self._windows.items())[-1:])
-            newest[epoch, number] = found
-            self._windows = newest
-        return found
-
     def _window_indices(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
+        """Return the offset of a window in its epoch, and its sample indices."""
         phase, steps, windows = self._window_layout(epoch)
         first = number * steps // windows
         last = (number + 1) * steps // windows

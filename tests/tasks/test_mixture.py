@@ -8,10 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from oneloop.data.mixture import Mixture, proportions
-from oneloop.data.row_group_order import Windows
+from oneloop.tasks.rows.mixture import Mixture, proportions
+from oneloop.tasks.rows.row_group_order import Windows
 
-pytestmark = pytest.mark.covers("oneloop.data.mixture")
+pytestmark = pytest.mark.covers("oneloop.tasks.rows.mixture")
 
 
 def mixture(weights=(0.7, 0.2, 0.1)) -> Mixture:
