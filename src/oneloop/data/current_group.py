@@ -1,17 +1,31 @@
-"""The group that a :class:`oneloop.data.loader.Loader` trains, from its first batch to its last."""
+"""The group that a :class:`oneloop.data.loader.Loader` trains: is it complete, does it count?"""
 
 from typing import NoReturn
 
 from accelerate import Accelerator
 from accelerate.state import GradientState
-
-from oneloop.basics.update_count import UPDATES
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _NEWEST = "oneloop"  # in the settings of Accelerate: the group that has begun last
+_LEFT = (
+    "A group makes one update: use all its batches before that (with Accelerate, each inside "
+    "accumulate), or keep them with batches = list(group). Gradients of a group that was left "
+    "remain: make accelerator, model, optimizer and Loader again, and load a state"
+)
+_optimizer_steps = 0  # of this process
+
+
+def _count(*_: object) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count)
 
 
 class CurrentGroup:
-    """The group that a Loader has handed out: how many batches were used, whether it is trained.
+    """The group that a Loader has handed out: how many batches were used, and does it count?
 
     From its first batch to its last it belongs to the accelerator, which counts the batches in
     ``accumulate()`` and adds up their gradients. Nothing else may begin in between.
@@ -28,54 +42,60 @@ class CurrentGroup:
         self.number = number
         self.loader = f"the Loader with batch_size {batch_size}"
         self.requested = 1  # micro-batches that the user has set in the accelerator
-        self.updated = False  # whether an update of any group of the Loader was seen
         self.hand_out(0)
 
     def hand_out(self, step: int) -> None:
         """Make this step (from 1) the current one; 0: none."""
         self.step = step
         self.taken = 0  # batches that were used
-        self.ended = False  # whether the loop over its batches has ended
-        self.begun = 0  # updates of this process, when its first batch was used
+        self.ended = False  # whether the loop over its batches has ended, and used the last one
 
     def take(self) -> None:
         """Count a batch that is about to be used."""
         if not self.taken:
             self._begin()
-        self.was_updated()
         self.taken += 1
+        # before this batch: optimizer steps, and operations that autograd has recorded
+        self.steps_before = _optimizer_steps
+        self.recorded_before = _get_sequence_nr()
 
-    def was_updated(self) -> bool:
-        """Return whether an optimizer has stepped after the last batch was handed out.
+    def end(self) -> None:
+        """Note that the loop over the batches has ended, unless it only keeps them in a list."""
+        self.ended = _get_sequence_nr() > self.recorded_before
 
-        Raises:
-            RuntimeError: it has stepped before.
-        """
-        updated = self.taken > 0 and UPDATES.number > self.begun
-        if updated:
-            self._reject(self.taken, "an optimizer step in a group", self.loader)
-            self.updated = True
-        return updated
+    def counts(self) -> bool:
+        """Return whether its update was made, or left out by a scaler."""
+        if self.taken < self.number:
+            return False
+        left_out = self.accelerator is not None and self.accelerator.optimizer_step_was_skipped
+        return self.ended or left_out or _optimizer_steps > self.steps_before
 
-    def reject_inside(self, event: str) -> "CurrentGroup":
+    def reject_state(self) -> None:
+        """Raise RuntimeError if a batch was taken, and the group does not count."""
+        self.reject_inside("a state")
+        if self.taken and not self.counts():
+            self._raise(
+                self.taken,
+                f"a state of {self.loader}",
+                "Save after optimizer.step(). If that may leave out its step, or batches are kept "
+                "in a list, or no optimizer of torch steps: before the batches of the next group "
+                "are used",
+            )
+
+    def reject_inside(self, event: str) -> None:
         """Raise RuntimeError if a group of this Loader, or of its accelerator, is not complete.
 
         Args:
-            event: what happens now, of this Loader.
-
-        Returns:
-            The group that has begun last, of all Loaders of the accelerator.
+            event: what happens now.
         """
-        accelerator = self.accelerator
-        newest = self
-        if accelerator:
-            newest = accelerator.gradient_state.plugin_kwargs.get(_NEWEST, self)
-        newest._reject(newest.taken, event, self.loader)
-
+        newest = self._newest()
+        done = newest.taken
         # All batches may be handed out at once: accelerate knows whether they are trained.
-        if accelerator and newest.taken and not accelerator.sync_gradients:
-            newest._reject(accelerator.step, event, self.loader)
-        return newest
+        accelerator = self.accelerator
+        if accelerator and done == newest.number and not accelerator.sync_gradients:
+            done = accelerator.step
+        if done % newest.number:
+            newest._raise(done % newest.number, f"{event} of {self.loader}", _LEFT)
 
     def reject_other_steps(self) -> None:
         """Raise RuntimeError if Accelerate divides losses by a number unknown to ``factor``."""
@@ -89,6 +109,13 @@ class CurrentGroup:
                 "next one begins, or give both Loaders one number of micro-batches"
             )
 
+    def _newest(self) -> "CurrentGroup":
+        """Return the group that has begun last, of all Loaders of the accelerator."""
+        if not self.accelerator:
+            return self
+        newest: CurrentGroup = self.accelerator.gradient_state.plugin_kwargs.get(_NEWEST, self)
+        return newest
+
     def _begin(self) -> None:
         """Let ``accumulate()`` count the batches of this group, whatever happened before.
 
@@ -98,13 +125,13 @@ class CurrentGroup:
         accelerator = self.accelerator
         if accelerator:
             _reject_schedulers(accelerator)
-            event = f"step {self.step}"
-            newest = self.reject_inside(event)
+            self.reject_inside(f"step {self.step}")
 
             # Batches that were kept for later would be trained with the number of this group.
-            trained = accelerator.step or UPDATES.number > newest.begun
-            if newest.taken and not trained and newest.number not in (1, self.number):
-                newest._raise(0, event, self.loader)
+            newest = self._newest()
+            trained = accelerator.step or newest.counts()
+            if newest.taken and newest.number != self.number and not trained:
+                newest._raise(0, f"step {self.step} of {self.loader}", _LEFT)
 
             self.requested = requested_steps(accelerator)
             settings = accelerator.gradient_state.plugin_kwargs
@@ -113,20 +140,11 @@ class CurrentGroup:
             settings[_NEWEST] = self
             accelerator.step = 0
         self.reject_other_steps()
-        self.begun = UPDATES.number
 
-    def _reject(self, done: int, event: str, loader: str) -> None:
-        """Raise RuntimeError if some batches of this group are done, and others are not."""
-        if done % self.number:
-            self._raise(done % self.number, event, loader)
-
-    def _raise(self, done: int, event: str, loader: str) -> NoReturn:
+    def _raise(self, done: int, event: str, advice: str) -> NoReturn:
         raise RuntimeError(
-            f"{event} of {loader} comes inside step {self.step} of {self.loader}, after batch "
-            f"{done} of its {self.number}. A group makes one update: use all its batches before "
-            "that (with Accelerate, each inside accumulate), or keep them with "
-            "batches = list(group). Gradients of a group that was left remain: make accelerator, "
-            "model, optimizer and Loader again, and load a state"
+            f"{event} comes inside step {self.step} of {self.loader}, after batch {done} of its "
+            f"{self.number}. {advice}"
         )
 
 

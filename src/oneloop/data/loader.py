@@ -22,23 +22,17 @@ from torch.utils.data import default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import with_own_generators
-from oneloop.basics.update_count import UPDATES
 from oneloop.data.current_group import CurrentGroup
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
-    check_accumulation,
     check_dataset,
-    check_marks,
     check_position,
     check_ranks,
     device_of,
     group_of,
     layout_of,
-    marks,
-    micro_of,
     place,
     place_of,
-    reject_unknown,
     workers_of,
 )
 from oneloop.data.loader_identity import Identity
@@ -71,7 +65,7 @@ class Loader:
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``), for example of torch or ``datasets``,
             or a :class:`oneloop.tasks.rows.mixture.Mixture`. A set may have its own ``order(seed=…,
-            batch=…)``.
+            batch=…)``, and what else :mod:`oneloop.data.order` and ``SeededSamples`` ask for.
         batch_size: samples of one optimizer step, on all processes.
         seed: of the order, and of the samples' random numbers.
         shuffle: False: the samples are read in their order, in each epoch.
@@ -96,7 +90,7 @@ class Loader:
     Raises:
         ValueError: an argument is wrong, or the batch cannot be divided. Or the ranks have
             different data, or a sample differs when it is loaded again with the same seeds.
-        TypeError: the data set has no ``__len__`` and ``__getitem__``, or an argument is unknown.
+        TypeError: the data set has no ``__len__`` and ``__getitem__``.
     """
 
     def __init__(
@@ -115,17 +109,13 @@ class Loader:
         rank: int | None = None,
         ranks: int | None = None,
         device: torch.device | str | None = None,
-        **unknown: Any,
     ) -> None:
-        reject_unknown(unknown)
-        check_dataset("Loader", dataset, Loader)
+        check_dataset("Loader", dataset)
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
-        self._accelerator = accelerator
 
         # Which part of a step is this process's?
-        sharded = False
         if accelerator is None:
             self._rank, ranks = place(rank, ranks)
             self._device = device_of(device)
@@ -135,16 +125,10 @@ class Loader:
                 "them: remove them"
             )
         else:
-            self._rank, ranks, sharded = place_of(accelerator)
+            self._rank, ranks = place_of(accelerator)
             on_device = accelerator.device_placement
             self._device = accelerator.device if on_device else torch.device("cpu")
-
-        # Divide the step.
-        if accelerator is not None and micro is None and grain is None:
-            micro = micro_of(accelerator, batch_size, ranks)
-        self.layout = layout_of(batch_size, ranks, micro, grain, sharded=sharded)
-        if accelerator is not None:
-            check_accumulation(accelerator, self.layout.accumulate)
+        self.layout = layout_of(batch_size, ranks, micro, grain, accelerator)
         self._order = checked_order(dataset, seed=seed, batch=batch_size, shuffle=shuffle)
         self._workers = workers_of(workers, self._device)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
@@ -162,11 +146,9 @@ class Loader:
         check_ranks(ranks, self._identity.of_rank(), self._device)
 
         # Where the loop is.
-        UPDATES.watch()
         self._finished = 0  # groups
         self._current = CurrentGroup(accelerator, self.layout.accumulate, batch_size)
-        self._loops = 0  # loops over this loader that began
-        self._moved = False  # whether the position was set in a loop
+        self._loop: object = None  # the newest loop; None: the position was set since it began
 
     @property
     def factor(self) -> int:
@@ -183,53 +165,44 @@ class Loader:
         Raises:
             RuntimeError: Accelerate divides by the number of micro-batches of another group.
         """
-        if self._current.taken and not self._current.was_updated():
+        if self._current.taken and not self._current.counts():
             self._current.reject_other_steps()
-        return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
+        return self.layout.ranks * (self.layout.accumulate if self._current.accelerator else 1)
 
     @property
     def position(self) -> int:
         """Return the number of groups that were trained.
 
-        A group counts when an optimizer has stepped after its last batch was handed out, or a
-        ``GradScaler`` or :class:`oneloop.optim.bad_step_guard.Guard` has left out this step. It
-        counts at the latest when the next group is handed out: if your loop itself leaves out an
-        update, or has no optimizer of torch. Groups that were only loaded ahead do not count.
+        A group counts once its update was made: an optimizer of torch has stepped after its last
+        batch was handed out. torch does not show a step that a ``GradScaler`` or a guard leaves
+        out: such a group counts when the loop over its batches has ended, or at once, if the
+        accelerator has prepared the optimizer. Each group counts at the latest when the next one
+        is handed out. Groups that were only loaded ahead do not count.
 
-        Setting it selects the next group: before the loop any one, later only an earlier one, and
-        not between the batches of a group.
+        Setting it selects the next group, but not between the batches of a group.
 
         Raises:
-            RuntimeError: an optimizer has stepped before the last batch of the group, or the
-                position is set between its batches.
+            RuntimeError: the position is set between the batches of a group.
         """
-        return self._finished + self._current.was_updated()
+        return self._finished + self._current.counts()
 
     @position.setter
     def position(self, position: int) -> None:
         check_position(position, self.batch_size)
-        if self._loops and position > self.position:
-            raise ValueError(
-                f"position {position} is beyond the {self.position} groups that were trained, so "
-                "samples would be left out; set it before the loop, or load a saved state"
-            )
         self._current.reject_inside(f"position {position}")
         self._go_to(position)
 
     def _go_to(self, position: int) -> None:
         self._finished = position
         self._current.hand_out(0)
-        self._moved = True
+        self._loop = None
 
     def __iter__(self) -> Iterator[Group]:
         # A group that the loop before has left is finished, or repeated: as for a state.
         self._current.reject_inside("a new loop")
-        self._finished = self.position
-        self._current.hand_out(0)
-        self._loops += 1
-        loop = self._loops
+        self._go_to(self.position)
         while True:
-            self._moved = False
+            loop = self._loop = object()
             for group in self._summed(self._loaded()):
                 # Hand the group out.
                 if not 0 < group.total < math.inf:
@@ -238,53 +211,36 @@ class Loader:
                         "loss is not defined; remove samples without weight, or correct weight"
                     )
                 self._current.hand_out(self._finished + 1)
-                batches = self._counted(group, loop)
-                handed = Group(batches, group.weights, group.apart, group.total)
-                yield handed
+                batches = group.batches
+                group.batches = self._counted(batches, loop)
+                yield group
 
-                # It is finished now, unless the state was set meanwhile.
-                self._check_loop(loop)
-                if self._moved:
+                # It is finished now, unless the position was set meanwhile.
+                if self._loop is None:
                     break
+                self._check_loop(loop)
                 self._current.reject_inside("the next step")
-                self._current.was_updated()  # remembers it
-                for _ in group.batches:  # of a group that the loop has left out
+                for _ in batches:  # of a group that the loop has left out
                     pass
-                handed.used = True
+                group.used = True
                 self._finished += 1
                 self._current.hand_out(0)
 
-    def __len__(self) -> int:
-        raise TypeError(
-            "a Loader is endless and has no length: an epoch has len(dataset) / batch_size steps; "
-            "end the loop when loader.position reaches your number of steps"
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        # Accelerate looks for sampler, batch_sampler and set_epoch of a DataLoader.
-        raise AttributeError(
-            f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
-            "prepare_data_loader or setup_dataloaders: it gives each process its part"
-        )
-
-    def _check_loop(self, loop: int) -> None:
-        if loop != self._loops:
+    def _check_loop(self, loop: object) -> None:
+        if self._loop is not loop:
             raise RuntimeError(
-                "another loop over this Loader has begun, and only the newest can continue; make "
-                "one Loader for each loop"
+                "another loop over this Loader has begun, or its position was set, and only the "
+                "newest can continue; make one Loader for each loop"
             )
 
-    def _counted(self, group: Group, loop: int) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any], loop: object) -> Iterator[Any]:
         """Yield the user's batches of a group, and count them."""
-        for loaded in group.batches:
+        for loaded in batches:
             self._check_loop(loop)
-            if self._moved:  # the state was set before the first batch
-                return
             self._current.take()
             yield loaded[BATCH]
         self._check_loop(loop)
-        self._current.reject_inside("the end of the batches")
-        self._current.ended = True
+        self._current.end()
 
     def _loaded(self) -> Iterator[Group]:
         """Yield the groups of this process, from the position on."""
@@ -307,16 +263,18 @@ class Loader:
         The all-reduce of a group takes place while the group before it trains.
         """
         ranks = self.layout.ranks
-        upcoming: tuple[int, Group, Tensor, Any] | None = None
-        for number, group in enumerate(stream, start=self._finished + 1):
-            if self._group is None:
-                # All ranks have as many samples, or there is one rank.
-                each = 1 if self._collate.weight else ranks
+        if self._group is None:
+            # All ranks have as many samples, or there is one rank.
+            each = 1 if self._collate.weight else ranks
+            for group in stream:
                 group.total = each * rounded_sum(group.addends(0, 1))
                 yield group
-                continue
-            # The marks show whether all ranks sum up the same group.
-            addends = [*group.addends(self._rank, ranks), *marks(number)]
+            return
+
+        upcoming: tuple[int, Group, Tensor, Any] | None = None
+        for number, group in enumerate(stream, start=self._finished + 1):
+            # The number of the step shows whether all ranks sum up the same group.
+            addends = [*group.addends(self._rank, ranks), float(number)]
             sums = torch.tensor(addends, dtype=torch.float64)
             work = dist.all_reduce(sums, group=self._group, async_op=True)
             current = upcoming
@@ -327,20 +285,14 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what a state must agree with: seed, batch size and data.
 
-        Before the update of a group, it is the position of this group, which is then repeated: call
-        it after the update.
+        Take it before the first batch of a group is used, or when the group counts: see
+        :attr:`position`.
 
         Raises:
-            RuntimeError: an optimizer has stepped before the last batch of the group, or none has
-                stepped so far, so that it is unknown whether the group was trained.
+            RuntimeError: a batch of a group was used, and the group does not count.
         """
+        self._current.reject_state()
         position = self.position
-        if self._current.ended and not self._current.updated:
-            raise RuntimeError(
-                "no optimizer of torch has stepped in a group of this Loader, so it is unknown "
-                "whether the newest group was trained; save after optimizer.step(), or, without an "
-                "optimizer of torch, before the batches of the next group are used"
-            )
         order = self._identity.order_hash(position)
         return {"position": position, "order": order, **self._identity.values()}
 
@@ -368,7 +320,12 @@ class Loader:
 
 def _with_total(ranks: int, number: int, group: Group, sums: Tensor, work: Any) -> Group:
     work.wait()
-    *weights, total, squares = sums.tolist()
-    check_marks(number, (total, squares), ranks)
+    *weights, numbers = sums.tolist()
+    if numbers != ranks * number:
+        raise RuntimeError(
+            f"the ranks sum up the weights of different steps: this one of step {number}, another "
+            "rank of another step. Its loop began again, or its position was set; do both on all "
+            "ranks, and after an exception on one rank, end all"
+        )
     group.total = rounded_sum(weights)
     return group

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from oneloop.basics.device_flag import DeviceFlag
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import plain_optimizer
-from oneloop.basics.update_count import UPDATES
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.elementwise import ignores_flag
@@ -142,8 +141,6 @@ class Guard:
             fault = Fault(int(self._bad.item()))  # host sync
             if fault is Fault.NONE:
                 self.optimizer.step()
-            else:
-                UPDATES.left_out()
             return fault
 
         # Start the copy to the host, and let the optimizer skip on the device.
