@@ -30,7 +30,7 @@ from oneloop.tasks.token_classification import TokenClassification
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.data.network_traffic",
+    "oneloop.tasks.rows.network_traffic",
     "oneloop.data.skipped_rows",
     "oneloop.data.seeded_samples",
     "oneloop.job.task",
@@ -499,7 +499,6 @@ def test_a_micro_batch_without_a_good_sample_ends_the_run(tmp_path, workers):
 
 
 def test_the_traffic_is_that_of_the_used_columns(remote, monkeypatch, tmp_path):
-    from oneloop.data.network_traffic import traffic_line
     from oneloop.tasks.rows.mixture import Mixture
     from oneloop.tasks.rows.parquet_files import LocalFile
 
@@ -512,6 +511,6 @@ def test_the_traffic_is_that_of_the_used_columns(remote, monkeypatch, tmp_path):
     assert part.traffic == (size / 1000, 20 / 1000)
     mixed = Mixture({"one": part, "disk": [0] * 50}, weights=[1, 3])
     assert mixed.traffic == pytest.approx((size / 4000, 20 / 4000))
-    line = traffic_line(part, batch=50, steps=40, hosts=2)
+    line = part.traffic.line(len(part), batch=50, steps=40, hosts=2)
     assert f"{size / 20 / 1e6:,.3g} MB per step" in line and "in 20 requests per epoch" in line
     assert "each of 2 hosts reads at least 50% of it" in line

@@ -6,16 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.seeds import seed_others
-from oneloop.data.seeded_samples import UNTOUCHED, UNTOUCHED_AGAIN, next_draws
+from oneloop.basics.seeds import has_drawn, random_states
 
 BATCH = "batch"  # the user's batch, among what travels with it
+_CPU = torch.device("cpu")
 
 
 class FixedCollate:
     """A collate function with the weight: [(index, sample)] -> ({BATCH: batch}, weight).
 
-    A random number that it drew would depend on how a step is divided into micro-batches.
+    A random number that it drew would depend on how a step is divided into micro-batches. The first
+    batch of each process shows whether it draws.
 
     Args:
         collate: makes a batch, of any form, from samples.
@@ -32,7 +33,7 @@ class FixedCollate:
     ) -> None:
         self.collate = collate
         self.weight = weight
-        self.may_draw = may_draw
+        self._checked = may_draw
 
     def __call__(self, samples: list[tuple[int, Any]]) -> tuple[dict[str, Any], float]:
         values = []
@@ -44,27 +45,15 @@ class FixedCollate:
                     "skips = True"
                 )
             values.append(sample)
-        batch = self.collate(values) if self.may_draw else self._fixed(values)
-        weight = len(values) if self.weight is None else self.weight(batch)
-        return {BATCH: batch}, float(weight)
 
-    def _fixed(self, values: list[Any]) -> Any:
-        """Return the batch. Raise ValueError if that drew random numbers."""
-        # The caller finds out itself whether the samples drew: leave that visible to it.
-        untouched = next_draws() == UNTOUCHED
-        expected = UNTOUCHED_AGAIN
-        if not untouched:
-            seed_others(0)
-            expected = UNTOUCHED
-        state = torch.default_generator.get_state()
+        states = None if self._checked else random_states(_CPU)
         batch = self.collate(values)
-        drew = next_draws() != expected
-        if drew or not torch.equal(torch.default_generator.get_state(), state):
+        if states and has_drawn(states, _CPU):
             raise ValueError(
                 "collate draws random numbers, which depend on how a step is divided; draw them in "
                 "the data set's __getitem__ (for a collator of transformers, by "
                 "oneloop.data.drawn_samples.DrawnSamples), or set grain"
             )
-        if untouched:
-            seed_others(0)
-        return batch
+        self._checked = True
+        weight = len(values) if self.weight is None else self.weight(batch)
+        return {BATCH: batch}, float(weight)

@@ -41,47 +41,30 @@ def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array
         sizes: one size for all positions, or (n,).
         keys: (n,), each selects a permutation.
     """
-    if isinstance(sizes, int):
-        bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
-        right_bits: Any = np.uint64(bits - bits // 2)
-    else:
-        # The binary exponent of size - 1 is its number of bits.
-        exponents = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]
-        bits = np.maximum(exponents, _MIN_BITS).astype(np.int64)
-        right_bits = (bits - bits // 2).astype(np.uint64)
-    left_mask = _mask(bits // 2)
-    right_mask = _mask(bits - bits // 2)
-
-    def select(value: Any, which: Int64Array) -> Any:
-        return value[which] if isinstance(value, np.ndarray) else value
+    sizes = np.asarray(sizes, dtype=np.uint64)
+    # The binary exponent of size - 1 is its number of bits.
+    exponents = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]
+    bits = np.maximum(exponents, _MIN_BITS).astype(np.uint64)
 
     # Walk the cycle until the image is inside the data set: about one more pass for sizes above
     # 32, because the domain is less than twice the size.
-    images = _network(positions, keys, right_bits, left_mask, right_mask)
+    images = _network(positions, keys, bits)
+    sizes, bits = np.broadcast_arrays(sizes, bits, positions)[:2]
     outside = np.flatnonzero(images >= sizes)
     while outside.size:
-        images[outside] = _network(
-            images[outside],
-            keys[outside],
-            select(right_bits, outside),
-            select(left_mask, outside),
-            select(right_mask, outside),
-        )
-        outside = outside[images[outside] >= select(sizes, outside)]
-    return np.asarray(images)
+        images[outside] = _network(images[outside], keys[outside], bits[outside])
+        outside = outside[images[outside] >= sizes[outside]]
+    return images
 
 
-def _mask(bits: Any) -> Any:
-    if isinstance(bits, int):
-        return np.uint64((1 << bits) - 1)
-    return (np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)
-
-
-def _network(
-    positions: UInt64Array, keys: UInt64Array, shift: Any, left_mask: Any, right_mask: Any
-) -> Any:
+def _network(positions: UInt64Array, keys: UInt64Array, bits: UInt64Array) -> UInt64Array:
     """Apply the Feistel rounds: each half is mixed with a keyed hash of the other half."""
-    left = positions >> shift
+    one = np.uint64(1)
+    left_bits = bits >> one
+    right_bits = bits - left_bits
+    left_mask = (one << left_bits) - one
+    right_mask = (one << right_bits) - one
+    left = positions >> right_bits
     right = positions & right_mask
     for turn in range(0, _ROUNDS, 2):
         number = turn << 40  # a different constant for each round
@@ -89,7 +72,7 @@ def _network(
         left = left ^ (hashed & left_mask)
         hashed = _mix(keys + left + np.uint64(number + (1 << 39)))
         right = right ^ (hashed & right_mask)
-    return left << shift | right
+    return left << right_bits | right
 
 
 def epoch_keys(epochs: Int64Array, seed: int) -> UInt64Array:
@@ -108,8 +91,13 @@ class Ordered(Protocol):
         """Return epochs and sample indices of the positions ``start:stop``.
 
         Both have the shape (stop - start,).
+
+        Raises:
+            ValueError: the slice lacks start or stop, has a step, or starts below 0.
         """
-        return self.at(positions_of(window))
+        if None in (window.start, window.stop) or window.step is not None or window.start < 0:
+            raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
+        return self.at(np.arange(window.start, window.stop, dtype=np.int64))
 
     def at(self, positions: Int64Array) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
@@ -136,6 +124,21 @@ class Order(Ordered):
         keys = epoch_keys(epochs, self.seed)
         indices = permuted(offsets.astype(np.uint64), self.size, keys).astype(np.int64)
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
+
+
+class StoredOrder(Order):
+    """The endless order of ``size`` samples as they are stored: position -> (epoch, index).
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, seed=0)
+
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        return np.divmod(positions, self.size)
 
 
 class RepeatedOrder(Ordered):
@@ -168,35 +171,6 @@ class RepeatedOrder(Ordered):
         return epochs * self.copies + copies, indices
 
 
-def positions_of(window: slice) -> Int64Array:
-    """Return the positions of a slice of an endless order.
-
-    Raises:
-        ValueError: the slice lacks start or stop, has a step, or starts below 0.
-    """
-    if window.start is None or window.stop is None or window.step is not None or window.start < 0:
-        raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
-    return np.arange(window.start, window.stop, dtype=np.int64)
-
-
-class StoredOrder(Ordered):
-    """The endless order of ``size`` samples as they are stored: position -> (epoch, index).
-
-    Raises:
-        ValueError: ``size`` is less than 1.
-    """
-
-    def __init__(self, size: int) -> None:
-        if size < 1:
-            raise ValueError(f"an order needs at least one sample, got {size}")
-        self.size = size
-
-    def at(self, positions: Int64Array) -> EpochsAndIndices:
-        """Return epochs and sample indices, each in the shape of ``positions``."""
-        epochs, indices = np.divmod(positions, self.size)
-        return epochs, indices
-
-
 def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
     """Return the data set's order if it defines one, else a permutation.
 
@@ -212,17 +186,16 @@ def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Or
     """
     if not callable(getattr(dataset, "order", None)):
         return Order(len(dataset), seed=seed) if shuffle else StoredOrder(len(dataset))
-    order: Ordered
-    if shuffle:
-        order = dataset.order(seed=seed, batch=batch)
-        return order
-    if "shuffle" not in inspect.signature(dataset.order).parameters:
-        raise ValueError(
-            "data.shuffle false does not work with the order that "
-            f"{type(dataset).__name__}.order defines; remove one of them, or let that method take "
-            "shuffle"
-        )
-    order = dataset.order(seed=seed, batch=batch, shuffle=False)
+    options: dict[str, Any] = {}
+    if not shuffle:
+        if "shuffle" not in inspect.signature(dataset.order).parameters:
+            raise ValueError(
+                "data.shuffle false does not work with the order that "
+                f"{type(dataset).__name__}.order defines; remove one of them, or let that method "
+                "take shuffle"
+            )
+        options["shuffle"] = False
+    order: Ordered = dataset.order(seed=seed, batch=batch, **options)
     return order
 
 

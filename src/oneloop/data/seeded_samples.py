@@ -138,7 +138,7 @@ class SeededSamples(Dataset[Any]):
                 samples = self._one_by_one(places, self._seed_torch)
             if samples is not None:
                 collated = collate(samples)
-                if next_draws() == UNTOUCHED:
+                if _next_draws() == _UNTOUCHED:
                     return collated
             self._draws = True
 
@@ -171,7 +171,8 @@ class SeededSamples(Dataset[Any]):
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
         """Load with ``__getitems__``.
 
-        Return None if that drew from torch: each sample then needs its own seed.
+        Return None if that drew from torch, so that each sample needs its own seed; or if it has
+        failed, so that loading one by one finds the sample.
         """
         indices = [index for _, index in places]
         self._seed_torch(places[-1])
@@ -180,12 +181,10 @@ class SeededSamples(Dataset[Any]):
         try:
             samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
         except Exception:
-            self._one_by_one(places, self._seed_torch)  # finds the failing sample
-            raise
-        self.reading[self._worker] = -1
-        if not torch.equal(torch.default_generator.get_state(), before):
             return None
-        return samples
+        self.reading[self._worker] = -1
+        drew = not torch.equal(torch.default_generator.get_state(), before)
+        return None if drew else samples
 
     def _seed_torch(self, place: Place) -> int:
         """Seed torch with the key of (seed, epoch, index) and return the key."""
@@ -253,13 +252,10 @@ class Batches(Dataset[Any]):
         return collated
 
 
-def next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:
+def _next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:
     """Return the next draws of Python's and numpy's generators."""
     return python.getrandbits(128), numpy.random_sample(), numpy.random_sample()
 
 
-_SEEDED = (random.Random(0), np.random.RandomState(0))
-UNTOUCHED = next_draws(*_SEEDED)
+_UNTOUCHED = _next_draws(random.Random(0), np.random.RandomState(0))
 """the next draws after ``seed_others(0)``"""
-UNTOUCHED_AGAIN = next_draws(*_SEEDED)
-"""the draws after these"""

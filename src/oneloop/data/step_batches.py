@@ -2,11 +2,9 @@
 
 import math
 import os
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from dis import opmap
 from functools import partial
 from itertools import count, islice
 from typing import Any
@@ -66,15 +64,6 @@ class Group:
             raise RuntimeError(
                 "the batches of this group were used already, or the next group was taken; keep "
                 "them before that: batches = list(group)"
-            )
-        # Does the caller unpack its batches, as if they were the items of one batch?
-        caller = sys._getframe(1)
-        instruction, values = caller.f_code.co_code[caller.f_lasti :][:2]
-        if instruction == opmap["UNPACK_SEQUENCE"] and values > 1:
-            raise TypeError(
-                f"a group of a Loader is not a batch: it has the {len(self)} micro-batches of a "
-                f"step, and was unpacked into {values} values; write a loop in the loop: "
-                "for group in loader: and in it for x, y in group:"
             )
         self.used = True
         return self.batches
@@ -149,32 +138,25 @@ class CollateWithWeight:
         return batch
 
 
-class _RankBatches:
-    """The endless micro-batches of (epoch, index) pairs of one rank, from position ``start`` on."""
+def _rank_batches(
+    order: Ordered, layout: BatchLayout, *, rank: int, start: int
+) -> Iterator[StepPlaces]:
+    """Yield the endless micro-batches of (epoch, index) pairs of a rank, from this position on."""
+    share = layout.offsets(rank)
 
-    def __init__(self, order: Ordered, layout: BatchLayout, *, rank: int, start: int) -> None:
-        self.order = order
-        self.layout = layout
-        self.rank = rank
-        self.start = start
-
-    def __iter__(self) -> Iterator[StepPlaces]:
-        share = self.layout.offsets(self.rank)
-
-        # Compute several steps at once, because the overhead of numpy's calls dominates.
-        ahead = max(1, 4096 // len(share))
-        start = self.start
-        while True:
-            steps = start + self.layout.size * np.arange(ahead)
-            positions = (steps[:, None] + share[None, :]).reshape(-1, self.layout.each)
-            epochs, indices = self.order.at(positions.astype(np.int64))
-            firsts = steps.tolist()
-            pairs = zip(epochs.tolist(), indices.tolist(), strict=True)
-            for number, (epoch, index) in enumerate(pairs):
-                places = StepPlaces(zip(epoch, index, strict=True))
-                places.position = firsts[number // self.layout.accumulate]
-                yield places
-            start += self.layout.size * ahead
+    # Compute several steps at once, because the overhead of numpy's calls dominates.
+    ahead = max(1, 4096 // len(share))
+    while True:
+        steps = start + layout.size * np.arange(ahead)
+        positions = (steps[:, None] + share[None, :]).reshape(-1, layout.each)
+        epochs, indices = order.at(positions.astype(np.int64))
+        firsts = steps.tolist()
+        pairs = zip(epochs.tolist(), indices.tolist(), strict=True)
+        for number, (epoch, index) in enumerate(pairs):
+            places = StepPlaces(zip(epoch, index, strict=True))
+            places.position = firsts[number // layout.accumulate]
+            yield places
+        start += layout.size * ahead
 
 
 def in_memory(dataset: Any) -> bool:
@@ -292,7 +274,7 @@ def groups(
         loader(
             SeededSamples(dataset, seed=seed, name="train"),
             collate,
-            _RankBatches(order, layout, rank=rank, start=start),
+            _rank_batches(order, layout, rank=rank, start=start),
             workers=workers,
             device=device,
             ahead=2 * layout.accumulate,

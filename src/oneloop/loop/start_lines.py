@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from oneloop.basics.tensors import replica_group
 from oneloop.checks.repeats import DEPENDS
-from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
@@ -54,9 +53,10 @@ def start_lines(
     if about:
         yield f"data: {about}"
     hosts = run.ranks // run.local_ranks
-    network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
-    if network:
-        yield network
+    traffic = getattr(job.train_set, "traffic", None)
+    if traffic:
+        samples = len(job.train_set)
+        yield traffic.line(samples, batch=job.layout.size, steps=job.steps, hosts=hosts)
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])

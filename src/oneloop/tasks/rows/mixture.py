@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
+from oneloop.tasks.rows.network_traffic import Traffic
 from oneloop.tasks.rows.row_group_order import Windows
 
 _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
@@ -59,12 +59,13 @@ class Mixture:
         return any(getattr(one, "skips", False) for one in self.sets.values())
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> Traffic | None:
         """Return what a sample takes from the network: the mean of the sets by their weights."""
-        found = [traffic_of(dataset) for dataset in self.sets.values()]
-        size = np.average([one.size for one in found], weights=self.weights)
-        requests = np.average([one.requests for one in found], weights=self.weights)
-        return Traffic(float(size), float(requests))
+        of_sets = [getattr(dataset, "traffic", None) for dataset in self.sets.values()]
+        if not any(of_sets):
+            return None
+        means = np.average([one or (0, 0) for one in of_sets], axis=0, weights=self.weights)
+        return Traffic(*means.tolist())
 
     def __len__(self) -> int:
         return int(self.bounds[-1])

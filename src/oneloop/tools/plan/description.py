@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneloop.checkpoint.resume import RunState
-from oneloop.data.network_traffic import traffic_line
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.tools.plan.command import Asked
@@ -189,6 +188,12 @@ def describe(
         away = owned.get("EMA", 0)
     memory = _memory(owned, step, evaluation, away=away, ranks=run.ranks)
 
+    network = ""
+    traffic = getattr(job.train_set, "traffic", None)
+    if traffic:
+        size = len(job.train_set)
+        network = traffic.line(size, batch=layout.size, steps=job.steps, hosts=asked.nodes)
+
     collectives = []
     for call, number in step.collectives:
         wire = call.wire * number
@@ -226,7 +231,7 @@ def describe(
         run=RunLength(job.steps, samples, tokens),
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
         disk=Disk(each, once, job.checkpoints_kept * each + once),
-        network=traffic_line(job.train_set, batch=layout.size, steps=job.steps, hosts=asked.nodes),
+        network=network,
         not_counted=not_counted,
     )
 

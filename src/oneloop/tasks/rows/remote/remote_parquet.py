@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.network_traffic import Traffic
 from oneloop.data.order import Ordered
+from oneloop.tasks.rows.network_traffic import Traffic
 from oneloop.tasks.rows.parquet import MEGABYTE, Parquet
 from oneloop.tasks.rows.remote.fetch_client import AnnouncedPlan, FetchClient
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
