@@ -44,7 +44,6 @@ LEAVES = (
     ),
     *(
         "machine.compile",
-        "machine.micro_batch",
         "checks.replicas",
         "checkpoint.checkpoints",
         "measure.meter",

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.ema",
     "oneloop.evaluation",
     "oneloop.machine.compile",
-    "oneloop.machine.micro_batch",
     "oneloop.machine.recompute",
     "oneloop.machine.reduction",
     "oneloop.machine.torch_settings",
@@ -334,25 +333,6 @@ def test_replica_check_garbage_and_switches_in_a_plain_loop():
             check_replicas(model, optimizer, step=step)
             assert not gc.isenabled() and collect() is not None
     assert gc.isenabled() and model.weight.is_contiguous(memory_format=torch.channels_last)
-
-
-def steps_in_memory_for_four():
-    model = nn.Linear(3, 1)
-
-    def steps(micro: int) -> None:
-        if micro > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        model(torch.ones(micro, 3)).sum().backward()
-
-    return steps
-
-
-@pytest.mark.slow
-def test_batch_size_in_a_plain_script():
-    from oneloop.machine.micro_batch import Child, search
-
-    with Child(steps_in_memory_for_four) as child:
-        assert search([1, 2, 4, 8], child.attempt).micro == 4
 
 
 def test_a_loss_without_logits_in_a_plain_script():

@@ -60,6 +60,16 @@ def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
     assert whole["step"] == 6
     assert whole["best"]["value"] is not None
 
+    # What the core cannot do without them is rejected before anything is written.
+    words = [*words[2:], "--run.dir", "searched", "--batch.micro", "auto"]
+    world = run(_train_with_the_copy, words, folder=tmp_path, variables=variables(tmp_path))
+    assert world.codes == [2]
+    assert (
+        "oneloop cannot run batch.micro auto, because oneloop.tools.plan.micro_batch is not in this"
+        in world.output
+    )
+    assert not (tmp_path / "searched").exists()
+
 
 def test_the_table_names_what_is_there():
     for name, kind in TASKS.items():

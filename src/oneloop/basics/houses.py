@@ -43,6 +43,7 @@ TOOLS = {
     "frozen": ("tools.frozen.command",),
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
+    "batch.micro auto": ("tools.plan.micro_batch",),
     "the report page": ("tools.report.page", "tools.run_reader"),
     "a packaged task": ("tasks",),
     "a new task": ("tasks.template",),

@@ -5,12 +5,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Literal, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -20,7 +18,6 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
@@ -119,7 +116,6 @@ def start(
     exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
-    connect: timedelta = LONG,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
@@ -133,7 +129,6 @@ def start(
             threads changes the order of sums.
         track: names of trackers (accelerate).
         folder: run folder, for trackers.
-        connect: time that the ranks have to connect.
 
     Raises:
         BadInput: the device does not support the precision, the processes of a host share a GPU,
@@ -158,11 +153,7 @@ def start(
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
-    state = PartialState(cpu=on_cpu, timeout=connect)
-    if connect != LONG and dist.is_initialized():
-        # All ranks are connected. From now on, one of them may let the others wait for long.
-        distributed_c10d._get_default_store().set_timeout(LONG)
-        limit_collectives(LONG, [dist.group.WORLD])
+    state = PartialState(cpu=on_cpu, timeout=LONG)
 
     # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
     plugin = _sharding(state, precision, exact=exact) if sharding else None

@@ -32,8 +32,8 @@ def failed(
     end_workers(error)
     reason = words_of(error)
     if is_out_of_memory(error):
-        from oneloop.job.find_micro_batch import explained
         from oneloop.measure.profiling import memory_snapshot
+        from oneloop.run.out_of_memory import explained
 
         # Write a snapshot if rank 0 has begun the run.
         if run.device.type == "cuda" and folder.path.is_dir():

@@ -1,6 +1,7 @@
 """Prepare a run: look at its folder, then build and check its job, before anything is written."""
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import required
 from oneloop.job.build import Job, build_job
 from oneloop.launch.processes import Run
 from oneloop.machine.torch_settings import float32_products
@@ -51,26 +52,19 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
         run.display.say(finished)
         return None
 
-    def build(micro: int | None) -> Job:
-        return build_job(
-            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
-        )
-
-    # Build the job. A search for the micro-batch size takes long: find other errors before it.
+    # Build the job, after a search for the micro-batch size.
     machine = recipe.machine
     replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
     if replaced:
         run.display.say(replaced)
     micro = None
     if isinstance(recipe.batch.micro, str):
-        from oneloop.job.find_micro_batch import find_micro
-
         with run.setting_up():
-            build(1)
-        with run.setting_up():
-            micro = find_micro(recipe, run)
+            micro = required("batch.micro auto").find_micro(recipe, run)
     with run.setting_up():
-        job = build(micro)
+        job = build_job(
+            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
     if run.ranks > 1:
         from oneloop.run.same_on_ranks import reject_other_jobs
 

@@ -28,7 +28,6 @@ from oneloop.basics.extras import how_to_install
 from oneloop.basics.system.start_methods import server_context, spawns, start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
-from oneloop.job.trial_steps import SAMPLED, may_be_larger
 from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
@@ -37,6 +36,7 @@ from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.tools.plan.command import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
+from oneloop.tools.plan.largest_samples import SAMPLED, may_be_larger
 from oneloop.tools.plan.step_costs import StepCosts
 
 # What fake tensors raise if a step reads a value.

@@ -4,14 +4,17 @@
 >>> costs.step().peak                             # bytes
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
@@ -27,13 +30,13 @@ from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight, metric_names
-from oneloop.job.trial_steps import largest_batches, largest_samples
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.tools.plan.fake_mode import RealValues, empty, loaded_by, shortened, skip
+from oneloop.tools.plan.largest_samples import SAMPLED, batches_of, by_size
 from oneloop.tools.plan.ledger import Collective, Costs, Ledger, module_names
 from oneloop.train import accept, accumulate, update
 
@@ -51,18 +54,30 @@ class StepCosts:
         job: What the recipe builds.
         run: The processes.
         mode: Makes all tensors fake; None: they are real, and all ranks take part.
+        largest: Indices of the largest samples; None: of the first ones.
+        counted: Whether the ledger counts; if not, real steps run as in a run.
     """
 
-    def __init__(self, job: Job, run: Run, mode: FakeTensorMode | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        run: Run,
+        mode: FakeTensorMode | None = None,
+        *,
+        largest: Sequence[int] | None = None,
+        counted: bool = True,
+    ) -> None:
         # Two micro-batches are enough: the first one counts for all but the last.
         job, self._repeats = shortened(job, run)
         self.job = job
         self.run = run
         self._mode = mode
         self.ledger = Ledger()
+        self._counted = counted
         self.values = RealValues(self.ledger)
         self._laps: list[tuple[Counter[Collective], Counter[str]]] = []
         run.accelerator.gradient_accumulation_steps = job.layout.accumulate
+        self._largest = largest or by_size(job, SAMPLED)
         self._inputs = self._loaded()
 
         # Build the model, the optimizer and EMAs.
@@ -86,7 +101,7 @@ class StepCosts:
             )
 
         # Build the meter outside of fake mode: it computes real indices.
-        with self.ledger:
+        with self._counting():
             self._meter = Meter(
                 run.accelerator,
                 self._parameters,
@@ -123,8 +138,11 @@ class StepCosts:
             if self._mode is not None:
                 stack.enter_context(self._mode)
                 stack.enter_context(self.values)
-            stack.enter_context(self.ledger)
+            stack.enter_context(self._counting())
             yield
+
+    def _counting(self) -> AbstractContextManager[Any]:
+        return self.ledger if self._counted else nullcontext()
 
     def _prepared(self) -> nn.Module:
         """Return the model as :meth:`Run.prepare` does; a fake one needs no memory."""
@@ -159,7 +177,7 @@ class StepCosts:
 
     def _loaded(self) -> list[tuple[Batch, float]]:
         """Return micro-batches of the largest samples, with their weights."""
-        batches = largest_batches(self.job)
+        batches = batches_of(self.job, self._largest)
         if self._mode is None:  # fake tensors stay on the CPU, as the fake model does
             batches = [(to_device(batch, self.run.device), weight) for batch, weight in batches]
         self._see(batch for batch, _ in batches)
@@ -177,6 +195,18 @@ class StepCosts:
             for tensor in tree_leaves([*made]):
                 if isinstance(tensor, Tensor):
                     self.ledger.see(tensor.untyped_storage())
+
+    def seconds(self) -> float:
+        """Return the time per sample of this process: the median of three steps."""
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            self._run_step(measured=False)
+            if self.run.device.type != "cpu":
+                torch.accelerator.synchronize()
+            times.append(time.perf_counter() - began)
+        layout = self.job.layout
+        return median(times) / (layout.each * layout.accumulate)
 
     def step(self) -> Costs:
         """Run one step three times, with all that a log step measures.
@@ -234,7 +264,7 @@ class StepCosts:
         costs.operations = dict(operations)
         return costs
 
-    def _run_step(self) -> None:
+    def _run_step(self, *, measured: bool = True) -> None:
         # Call the functions of the page itself, on the same micro-batches every time.
         job = self.job
         guard = self._guard
@@ -245,13 +275,19 @@ class StepCosts:
         with self._working():
             with self.ledger.stage("forward"):
                 sums = accumulate(
-                    job, self.run, self._gradients, group, self._meter, position=0, measured=True
+                    job,
+                    self.run,
+                    self._gradients,
+                    group,
+                    self._meter,
+                    position=0,
+                    measured=measured,
                 )
             with self.ledger.stage("update"):
                 step = guard.resolve()
                 if step is not None:
                     accept(step, self._meter, self.emas, job.layout.size)
-                self._meter.before_update()
+                self._meter.before_update(measured=measured)
                 update(
                     self._gradients,
                     guard,
@@ -286,7 +322,8 @@ class StepCosts:
         if not sets:
             return None
         micro = job.recipe.eval.micro or job.layout.each
-        indices = largest_samples(replace(job, train_set=sets[0]), 3 * micro * run.ranks)
+        largest = by_size(replace(job, train_set=sets[0]), SAMPLED)
+        indices = np.resize(largest, 3 * micro * run.ranks).tolist()
 
         # Batches and the task's metrics are real, also in fake mode.
         loading = loaded_by(self._outside)

@@ -8,8 +8,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
-from datetime import timedelta
+from math import inf
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,23 +17,20 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from oneloop.basics.memory import is_out_of_memory
-from oneloop.job.find_micro_batch import explained
-from oneloop.machine.micro_batch import (
-    Attempt,
-    is_outside_of_allocator,
-    search,
-)
+from oneloop.run.out_of_memory import explained
+from oneloop.tools.plan.micro_batch import search
 from tiny import Ragged
 from worlds import CONFIGS, HERE, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.memory",
-    "oneloop.job.find_micro_batch",
-    "oneloop.job.trial_steps",
-    "oneloop.machine.micro_batch",
     "oneloop.run.failure",
+    "oneloop.run.out_of_memory",
+    "oneloop.tools.plan.largest_samples",
+    "oneloop.tools.plan.micro_batch",
 )
 
 
@@ -62,24 +58,21 @@ def test_the_threshold_is_found(limit):
     tried = []
     candidates = [micro for micro in range(1, 61) if 60 % micro == 0]
 
-    def attempt(micro: int) -> Attempt:
+    def seconds(micro: int) -> float:
         tried.append(micro)
-        return Attempt(micro, micro <= limit, seconds=1.0 / micro)
+        return 1.0 / micro if micro <= limit else inf
 
-    assert search(candidates, attempt).micro == max(micro for micro in candidates if micro <= limit)
+    assert search(candidates, seconds) == max(micro for micro in candidates if micro <= limit)
     assert len(tried) == len(set(tried)) <= 5
     if limit == 100:
         assert tried == [60]
 
 
 def test_fastest_is_the_quickest_that_fits():
-    seconds = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.5, 16: 9.9}
-    found = search(
-        list(seconds), lambda micro: Attempt(micro, micro < 16, seconds[micro]), fastest=True
-    )
-    assert found.micro == 4
-    with pytest.raises(MemoryError, match="not even a micro-batch of 1"):
-        search(list(seconds), lambda micro: Attempt(micro, False))
+    seconds = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.5, 16: inf}
+    assert search(list(seconds), seconds.__getitem__, fastest=True) == 4
+    with pytest.raises(ValueError, match="not even a micro-batch of 1"):
+        search(list(seconds), lambda micro: inf)
 
 
 def test_what_is_a_lack_of_memory():
@@ -94,14 +87,12 @@ def test_memory_outside_of_the_allocator_has_its_own_advice():
     pinning = RuntimeError(
         "Caught AcceleratorError in pin memory thread.\nCUDA error: out of memory"
     )
-    on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    assert is_out_of_memory(pinning) and is_outside_of_allocator(pinning)
-    assert is_outside_of_allocator(MemoryError()) and not is_outside_of_allocator(on_gpu)
-
+    assert is_out_of_memory(pinning)
     rank = SimpleNamespace(device=torch.device("cuda", 1))
-    advice = explained(None, rank, pinning)
-    assert "if the memory of the host is short, use --machine.pinned false" in advice
-    assert "batch.micro" not in advice and "fsdp2" not in advice
+    for error in (pinning, MemoryError()):
+        advice = explained(None, rank, error)
+        assert "if the memory of the host is short, use --machine.pinned false" in advice
+        assert "batch.micro" not in advice and "fsdp2" not in advice
 
 
 WORDS = [
@@ -130,7 +121,7 @@ def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second,
     (tmp_path / "r.yaml").write_text(
         f"task: {{name: test_micro_batch.Heavy, fits: 4, fits_on_rank_1: {second}}}\n"
     )
-    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    variables = {"ONELOOP_CACHE": str(tmp_path / "cache")}
     auto = ["r.yaml", *WORDS, "--batch.micro", "auto", "--run.dir"]
     world = run(
         heavy, [*auto, "auto"], ranks=ranks, config=config, folder=tmp_path, variables=variables
@@ -190,7 +181,7 @@ def test_the_search_ends_under_a_launcher_with_one_size_for_all_ranks(tmp_path, 
         cwd=tmp_path,
         env={
             **os.environ,
-            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "ONELOOP_CACHE": str(tmp_path / "cache"),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(path),
         },
@@ -209,23 +200,18 @@ def as_under_an_agent() -> tuple[str | None, float]:
     """Connect the trial processes of two ranks that an agent has started.
 
     The agent holds the store at its own port only. Return the agent's variable in the trial
-    process, and the sum over the ranks of a collective that waits longer than the ranks connect.
+    process, and the sum over the ranks of two collectives.
     """
-    from oneloop.job.find_micro_batch import trial_environment
     from oneloop.launch.processes import start
+    from oneloop.tools.plan.micro_batch import connect_at
 
     first = start()
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    for name, value in trial_environment(first).items():
-        os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    connect_at(first.from_main(get_free_port()))
     dist.destroy_process_group()
     PartialState._reset_state()
 
-    trial = start(connect=timedelta(seconds=2))
-    if trial.main:
-        time.sleep(3)
+    start()
     shared = torch.ones(())
     dist.all_reduce(shared)
     group = dist.new_group(backend="gloo")
@@ -241,7 +227,7 @@ def test_trial_processes_connect_without_the_agents_store(tmp_path):
 @pytest.mark.slow
 def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
     (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Heavy, fits: 0}\n")
-    variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    variables = {"ONELOOP_CACHE": str(tmp_path / "cache")}
     world = run(
         heavy, ["r.yaml", *WORDS, "--batch.micro", "auto"], folder=tmp_path, variables=variables
     )
