@@ -119,9 +119,9 @@ def bulk(
 
 def anonymous() -> float:
     """Return the MiB of memory of this process without mapped files."""
-    from oneloop.basics.system.memory import anonymous_memory
+    import psutil
 
-    return anonymous_memory() / 2**20
+    return psutil.Process().memory_full_info().uss / 2**20
 
 
 class Numbered:

@@ -19,7 +19,6 @@ import torch
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.memory import peak_memory
 from oneloop.basics.seeds import has_drawn, random_states, reseed
-from oneloop.basics.system.processes import usable_cores
 from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checks.state import restored
 from oneloop.data.step_batches import to_device
@@ -159,21 +158,14 @@ def test_a_cpu_needs_no_gpu():
     assert asked(processes(2, CUDA_VISIBLE_DEVICES=""), 0, device=devices.kind()) is None
 
 
-def started(variables: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
+def started(variables: dict[str, str], device: torch.device = CUDA) -> dict[str, Any]:
     """Set up a process with these variables, and return what it has set."""
-    selected = []
     os.environ.update(variables)
-    torch.cuda.set_device = selected.append
     given = dict(os.environ)
-    device = options.pop("device", CUDA)
     devices.set_allocator(device)
-    cores = devices.set_up(device, **options)
     return {
-        "cores": cores,
         "new": {name: value for name, value in os.environ.items() if given.get(name) != value},
         "allocator": torch._C._accelerator_getAllocatorSettings(),
-        "selected": selected,
-        "cpus": len(os.sched_getaffinity(0)),
     }
 
 
@@ -182,53 +174,16 @@ EXPANDABLE = "expandable_segments:True"
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocators_settings_are_those_of_the_user(name):
-    [found] = run(started, {name: "max_split_size_mb:64"}, {}).ok()
+    [found] = run(started, {name: "max_split_size_mb:64"}).ok()
     assert found["new"] == {} and EXPANDABLE not in found["allocator"]
 
 
 def test_the_allocator_gets_segments_that_grow_but_not_on_a_cpu():
-    [found] = run(started, {}, {}).ok()
+    [found] = run(started, {}).ok()
     assert found["new"] == {"PYTORCH_ALLOC_CONF": EXPANDABLE}
     assert found["allocator"] == EXPANDABLE  # torch has read it, although it was imported before
-    [found] = run(started, {}, {"device": torch.device("cpu")}).ok()
+    [found] = run(started, {}, torch.device("cpu")).ok()
     assert found["new"] == {} and found["allocator"] == ""
-
-
-def narrow(variables: dict[str, str], options: dict[str, Any]) -> set[int]:
-    """Set up a process that may use the second CPU only; return the CPUs that it may use then."""
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[1:2])
-    started(variables, options)
-    return os.sched_getaffinity(0)
-
-
-_CPUS = usable_cores()
-
-
-@pytest.mark.skipif(_CPUS < 2 or os.cpu_count() > _CPUS, reason="needs all CPUs of a host")
-def test_several_processes_use_the_cpus_next_to_their_gpu(tmp_path):
-    cpus = sorted(os.sched_getaffinity(0))
-    (tmp_path / "local_cpulist").write_text(f"{cpus[0]},4000-4003\n")  # without a driver: any GPU
-    rank = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    affinity = {"ACCELERATE_CPU_AFFINITY": "0"}
-
-    def left(variables: dict[str, str], pci: Path = tmp_path) -> int:
-        [found] = run(started, variables, {"pci": pci}).ok()
-        share = len(cpus) // int(variables["LOCAL_WORLD_SIZE"])
-        assert found["cores"] == share  # whatever is left
-        return found["cpus"]
-
-    assert left(rank) == 1
-    assert left(alone) == len(cpus)
-    assert left(rank | affinity) == len(cpus)  # the user has decided
-    assert left(rank, tmp_path / "unknown") == len(cpus)
-    # a launcher has divided the CPUs already
-    if len(cpus) > 1:
-        [found] = run(narrow, rank, {"pci": tmp_path}).ok()
-        assert found == {cpus[1]}
-    for text in ("4000-4003\n", "\n"):  # fewer than its share; the system does not know
-        (tmp_path / "local_cpulist").write_text(text)
-        assert left(rank) == len(cpus)
 
 
 def current_device() -> tuple[list[str], str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -190,34 +189,3 @@ def test_models_made_in_turn_leave_nothing_of_them_in_memory():
         at_once([seen for seen, _ in together]) > 2 * copy
         and at_once([seen for seen, _ in turns]) < 1.3 * copy
     )
-
-
-@pytest.mark.slow
-def test_what_many_processes_need_is_reported(tmp_path):
-    (tmp_path / "r.yaml").write_text("task: test_host_memory.Many\n")
-    words = [
-        "r.yaml",
-        "--debug.dry_run",
-        "true",
-        "--batch.size",
-        "8",
-        "--track",
-        "none",
-        "--run.dir",
-        "run",
-    ]
-    world = run(
-        train,
-        words,
-        ranks=2,
-        config="fsdp2",
-        folder=tmp_path,
-        variables={"ROWS": "32000"},
-        timeout=300,
-    )
-    world.ok()
-    assert (
-        "2 processes of this host each allocated 0.5 GB of weights before sharding" in world.output
-    )
-    assert "--machine.in_turn true has one copy at a time in memory" in world.output
-    assert Path(tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size > 4 * 4096 * 32000

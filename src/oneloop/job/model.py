@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.basics.launcher import local_ranks
 from oneloop.basics.seeds import key, seed_others
-from oneloop.basics.system.memory import anonymous_memory
 from oneloop.basics.tensors import one_element
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
@@ -21,8 +19,6 @@ from oneloop.machine.blocks import blocks, class_names
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.user_code import named, theirs
-
-_NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def build_model(
     if on_meta:
         model = _on_meta(recipe, task)
     else:
-        model, notes = _make_model(recipe, task, sharded=sharded)
+        model = _make_model(recipe, task)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed"
@@ -111,11 +107,11 @@ def _on_meta(recipe: Recipe, task: Task) -> Any:
         with torch.device("meta"):
             return task.model()
     except Exception:  # it reads values; an error of the task is raised again
-        return _make_model(recipe, task, sharded=False)[0]
+        return _make_model(recipe, task)
 
 
-def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
-    """Return the task's model, with the random numbers of the seed, and lines for the log."""
+def _make_model(recipe: Recipe, task: Task) -> Any:
+    """Return the task's model, with the random numbers of the seed."""
 
     def make() -> Any:
         number = key(recipe.seed)
@@ -126,18 +122,8 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
     if recipe.machine.in_turn:
         from oneloop.machine.load_in_turn import in_turn
 
-        return in_turn(make), []
-    before = anonymous_memory()
-    model = make()
-    size = anonymous_memory() - before
-    processes = local_ranks()
-    if not sharded or size * processes < _NOTABLE:
-        return model, []
-    note = (
-        f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before "
-        "sharding; --machine.in_turn true has one copy at a time in memory"
-    )
-    return model, [note]
+        return in_turn(make)
+    return make()
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

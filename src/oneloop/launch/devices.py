@@ -1,17 +1,14 @@
 """The devices of a run's processes: one GPU for each process, set up before CUDA starts."""
 
-import ctypes
 import os
 import platform
-import re
-from pathlib import Path
 
 import torch
 from accelerate.utils import parse_flag_from_env
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import local_ranks, ranks
-from oneloop.basics.system.processes import usable_cpus, use_cpus
+from oneloop.basics.system.processes import usable_cores
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """variables with the settings of torch's allocator: the new name, and the old one"""
@@ -103,63 +100,17 @@ def set_allocator(device: torch.device) -> None:
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Set the current GPU and the CPUs of this process.
-
-    What the user has set stays. Other devices need nothing.
-
-    Args:
-        device: its type is that of all processes.
-        pci: folder of the system's PCI devices.
+def set_up() -> int:
+    """Set the current GPU of this process, if accelerate does not.
 
     Returns:
         The number of CPUs of this process, if those of its host divide the CPUs equally.
     """
-    cpus = usable_cpus()
-    cores = max(1, len(cpus) // local_ranks())
-
     # accelerate selects no GPU if this variable names one.
     chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)
-    if device.type != "cuda":
-        return cores
-
-    # On a host with several sockets, copies and data workers are faster next to the GPU. A launcher
-    # may have divided the CPUs already.
-    divided = len(cpus) < (os.cpu_count() or 1) or "ACCELERATE_CPU_AFFINITY" in os.environ
-    if local_ranks() > 1 and not divided:
-        address = _pci_address(int(os.environ["LOCAL_RANK"]))
-        near = _near(pci / address) & cpus
-        if len(near) >= cores:
-            use_cpus(near)
-    return cores
-
-
-def _pci_address(index: int) -> str:
-    """Return the address of a visible GPU; empty if unknown. CUDA does not start."""
-    found = ctypes.create_string_buffer(32)
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ""
-    device = ctypes.c_int()
-    driver.cuInit(0)
-    driver.cuDeviceGet(ctypes.byref(device), index)
-    driver.cuDeviceGetPCIBusId(found, len(found), device)
-    return found.value.decode().lower()
-
-
-def _near(folder: Path) -> set[int]:
-    """Return the CPUs next to a PCI device, which has this folder; none if they are unknown."""
-    try:
-        text = (folder / "local_cpulist").read_text()
-    except OSError:
-        return set()
-    near = set()
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):  # 0-15,32-47
-        near |= set(range(int(first), int(last or first) + 1))
-    return near
+    return max(1, usable_cores() // local_ranks())
 
 
 def unused(device: torch.device) -> list[str]:

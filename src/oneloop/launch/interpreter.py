@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 
 import numpy as np
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.system.processes import usable_cpus, use_cpus
 from oneloop.machine.torch_settings import float32_restored
 
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")
@@ -81,7 +80,6 @@ def _switches() -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
     benchmark = torch.backends.cudnn.benchmark
-    cpus = usable_cpus()
     try:
         with float32_restored():
             yield
@@ -89,9 +87,6 @@ def _switches() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        if usable_cpus() != cpus:
-            with suppress(OSError):  # the system may have taken some of them away
-                use_cpus(cpus)
 
 
 @contextmanager

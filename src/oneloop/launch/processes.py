@@ -148,7 +148,7 @@ def start(
     kind = _checked_device(precision, sharding=sharding, exact=exact, deterministic=deterministic)
     on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
 
-    cores = devices.set_up(kind)
+    cores = devices.set_up()
 
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:

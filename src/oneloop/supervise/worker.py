@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
-from oneloop.basics.system.processes import children, is_stopped, is_traced
+from oneloop.basics.system.processes import children, is_stopped
 from oneloop.basics.system.signals import answers_with_stacks, ask_for_stacks
 from oneloop.supervise.hangs import RankStatus
 
@@ -75,7 +75,6 @@ class Worker:
         status.since += status.silent
         if status.silent > 1.0:
             status.stopped = is_stopped(self.pid)
-            status.held = status.held or is_traced(self.pid)
         return status
 
     def reset_timers(self) -> None:
