@@ -142,7 +142,7 @@ def _commands() -> Iterator[list[str]]:
 @pytest.mark.parametrize("words", [*_commands()], ids=("kubernetes", "skypilot", "slurm"))
 def test_the_commands_are_valid(words):
     own, rest = options(words)
-    assert own.keys() <= {"max_restarts"} and rest[0] == "--config_file"
+    assert own.keys() <= {"max_restarts", "nodes", "rendezvous"} and rest[0] == "--config_file"
     check_keys(rest[2:])
     assert (ROOT / "accelerate_configs" / f"{rest[1]}.yaml").exists()
 

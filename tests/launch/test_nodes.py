@@ -71,17 +71,13 @@ KUBEFLOW = {
     "PET_MASTER_ADDR": "job-0",
     "PET_MASTER_PORT": "29500",
 }
-SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
-DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9", "DSTACK_GPUS_PER_NODE": "2"}
 FOUND = [
     ("", {}, None),
     ("", SLURM, (4, 4, "node07", 24711, 8)),
     ("", KUBEFLOW, (2, 4, "job-0", 29500, 8)),
-    ("", SKYPILOT, (2, 2, "10.0.0.1", 29400, 4)),
-    ("", DSTACK, (2, 2, "10.0.0.9", 29400, 2)),
     ("--nodes 2:8 --rendezvous a:1", {}, (2, 8, "a", 1, None)),
     ("--nodes 2 --rendezvous=a --processes_per_node 3", {}, (2, 2, "a", 29400, 3)),
-    ("--nodes 2:3", SKYPILOT, (2, 3, "10.0.0.1", 29400, 4)),  # options override the environment
+    ("--nodes 2:3", KUBEFLOW, (2, 3, "job-0", 29500, 8)),  # options override the environment
     ("--max_restarts 3", {}, (1, 1, "127.0.0.1", 0, None)),
     ("--max_restarts 3", KUBEFLOW, (2, 4, "job-0", 29500, 8)),
     ("", SLURM | {"SLURM_STEP_ID": str((1 << 32) - 6)}, None),  # the shell of salloc

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import module_of, required
 from oneloop.basics.launcher import exit_file_variable
+from oneloop.launch import hidden_modules
 from oneloop.launch.config_files import config_file, read_config
 from oneloop.launch.launched import Launched
 from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
@@ -98,6 +99,7 @@ def launch(
         required(command).parsed(command, more)
         module = module_of("evaluate or predict")
     elif module == "oneloop.train":
+        hidden_modules.reject(recipe_words)
         check_keys(recipe_words)
 
     # accelerate's own parser reads all other options. They may name several machines.

@@ -216,27 +216,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
     return Nodes(int(number), int(number), host, port, each, source="SLURM_STEP_NUM_NODES, …")
 
 
-def _of_skypilot(environ: Mapping[str, str]) -> Nodes | None:
-    hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
-    number = len(hosts)
-    if number < 2:
-        return None
-    each = int(environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")) or None
-    return Nodes(number, number, hosts[0], PORT, each, source="SKYPILOT_NODE_IPS")
-
-
-def _of_dstack(environ: Mapping[str, str]) -> Nodes | None:
-    number = int(environ.get("DSTACK_NODES_NUM", "1"))
-    host = environ.get("DSTACK_MASTER_NODE_IP", "")
-    each = int(environ.get("DSTACK_GPUS_PER_NODE", "0")) or None
-    if number < 2:
-        return None
-    return Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …")
-
-
 _SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
     _of_torchrun,
     _of_slurm,
-    _of_skypilot,
-    _of_dstack,
 )
