@@ -22,7 +22,6 @@ from oneloop.checkpoint.mirror import local_run
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of, reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
-from oneloop.recipe.read import as_python, from_python, typed
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
@@ -72,10 +71,9 @@ def fit(
     """
     # An error is raised after the state of the interpreter is restored.
     with _alone("fit"):
-        source, typed, chosen = _read(recipe, groups)
+        chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
-            command = ["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
-            run = start_run(chosen, command=command)
+            run = start_run(chosen, command=["oneloop.fit", f"{chosen.folder}/recipe.yaml"])
             output = redirect_stdout(lossy(sys.stdout))
             errors = redirect_stderr(lossy(sys.stderr))
             with run.stopping.listening(), output, errors:
@@ -87,9 +85,7 @@ def fit(
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Reject a second call in this process.
-
-    Of BadInput, only the message is raised, with keys in Python's syntax."""
+    """Reject a second call in this process."""
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
@@ -98,8 +94,6 @@ def _alone(name: str) -> Iterator[None]:
         )
     try:
         yield
-    except BadInput as error:
-        raise BadInput(as_python(str(error))) from None
     finally:
         _LOCK.release()
 
@@ -197,64 +191,31 @@ def report(*runs: Run, to: str | Path | None = None) -> Path:
     return page
 
 
-# Defaults of the options of each command.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "evaluate": {
-        "data": None,
-        "checkpoint": None,
-        "weights": "raw",
-        "micro": None,
-        "device": None,
-        "accept_changes": False,
-        "generate": None,
-    },
-    "export": {
-        "checkpoint": None,
-        "weights": "raw",
-        "merged": False,
-        "public": False,
-        "license": None,
-    },
-}
-_DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
-del _DEFAULTS["predict"]["generate"]
-
-
 def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
-    """Return the options of a command as its parser would.
+    """Return the options of a command, as its parser reads them.
 
     Raise TypeError for an unknown one, as Python does."""
-    options = {**_DEFAULTS[command], "task": None, "to": None, "push": None}
-    unknown = given.keys() - options.keys()
-    if unknown:
-        raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-    options |= given
-
-    if options.get("device") not in (None, "auto", "cpu"):
-        raise BadInput(f"device must be auto or cpu, got {options['device']!r}")
-    wanted = options.get("generate")
-    if wanted not in (None, "all") and not (isinstance(wanted, int) and wanted > 0):
-        raise BadInput(f"generate must be a positive number of samples or all, got {wanted!r}")
-
-    # On a command line, these are texts.
-    if isinstance(options["task"], type):
-        options["task"] = path_of(options["task"])
-    if options.get("data") is not None:
-        options["data"] = str(options["data"])
-    if options["checkpoint"]:
-        options["checkpoint"] = str(options["checkpoint"])
-    options.setdefault("data", None)
-    found = Namespace(run=_folder(run))
-    vars(found).update(options)
-    return found
+    parser = required(command).parser_of(command)
+    folder = run["folder"] if isinstance(run, Mapping) else run
+    words = [str(folder)]
+    for name, value in given.items():
+        if name not in parser.names:
+            raise TypeError(f"{command}() got an unexpected keyword argument {name!r}")
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not None and value is not False:
+            text = path_of(value) if isinstance(value, type) else str(value)
+            words.append(f"--{name}={text}")
+    options: Namespace = parser.parse_args(words)
+    return options
 
 
 def _folder(run: Run) -> Path:
     return local_run(run["folder"] if isinstance(run, Mapping) else run)
 
 
-def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
-    """Return the arguments as command-line words (source, overrides), and the recipe."""
+def _read(recipe: Any, groups: dict[str, Any]) -> Recipe:
+    """Return the recipe of the arguments of :func:`fit`."""
     if isinstance(recipe, Path):
         recipe = str(recipe)
 
@@ -275,15 +236,4 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
             f"task={{…}}"
         )
 
-    # Write the same command as on a command line, for the log.
-    given = from_python(groups)
-    source = ""
-    if isinstance(recipe, str):
-        source = recipe
-    elif recipe is None:
-        source = str(given.get("task.name", ""))
-    words = []
-    for key, value in sorted(given.items()):
-        if value != source:
-            words += [f"--{key}", typed(value)]
-    return source, words, recipe_of(recipe, **groups)
+    return recipe_of(recipe, **groups)

@@ -16,7 +16,7 @@ from torch import nn
 
 from oneloop.job.model import in_dtype
 from oneloop.optim.optimizers import adamw, build, set_lr
-from oneloop.recipe.key_rules import documented, wanted
+from oneloop.recipe.key_rules import wanted
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
 from oneloop.tasks.rows.find_files import found
@@ -629,14 +629,3 @@ def test_what_a_key_takes_in_words():
     assert wanted(int | Literal["auto"] | None) == "a whole number (int), auto or null"
     assert wanted(tuple[float, float]) == "2 values ([a,b]), each a number (float)"
     assert wanted(list[str]) == "a list ([a,b]), each text" and wanted(object) == ""
-
-    def function(a: int, b: int) -> None:
-        """Does.
-
-        Args:
-            a: the first,
-                over two lines.
-            b (int): the second.
-        """
-
-    assert documented(function) == {"a": "the first, over two lines.", "b": "the second."}

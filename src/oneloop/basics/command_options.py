@@ -21,6 +21,11 @@ class Options(ArgumentParser):
             allow_abbrev=False,
         )
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the options."""
+        return {action.dest for action in self._actions}
+
     def error(self, message: str) -> NoReturn:
         """Raise BadInput."""
         # An option's type may have raised an error that says more.

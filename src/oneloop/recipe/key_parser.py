@@ -15,7 +15,7 @@ from jsonargparse.typing import register_type
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import CHOICES, resolve
-from oneloop.recipe.key_rules import documented, shown
+from oneloop.recipe.key_rules import shown
 from oneloop.recipe.read import packaged
 from oneloop.recipe.schema import GROUPS
 
@@ -169,13 +169,8 @@ def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) ->
     # jsonargparse gives an argument without type and default null: require a value.
     untyped = [one for one in parameters.values() if one.default is one.annotation is one.empty]
     required = {f"{group}.{one.name}" for one in untyped}
-
-    # Take the help from the docstrings.
-    about = documented(target)
     for action in made._actions:
         action.required = action.required or action.dest in required
-        if action.dest.startswith(f"{group}.") and not action.help:
-            action.help = about.get(action.dest.removeprefix(f"{group}."))
 
 
 _with_options_once = cache(_with_options)

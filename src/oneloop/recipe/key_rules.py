@@ -1,6 +1,5 @@
 """Which keys of a recipe have an effect together, and which batch.grain allows."""
 
-import inspect
 import json
 import re
 import types
@@ -42,7 +41,6 @@ NEEDS = {
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
 it"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
-_ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
 def listed(words: Sequence[str]) -> str:
@@ -90,25 +88,6 @@ def shown(kind: Any) -> str:
     if kind is type(None):
         return "null"
     return str(getattr(origin or kind, "__name__", str(kind)).upper())
-
-
-def documented(target: Any) -> dict[str, str]:
-    """Return the description of each argument, by its name.
-
-    ``target`` is a function, or a class, which has docstrings in two places.
-    """
-    found: dict[str, str] = {}
-    for part in (target, getattr(target, "__init__", None)):
-        lines = inspect.cleandoc(getattr(part, "__doc__", None) or "").splitlines()
-        starts = [number for number, line in enumerate(lines) if line.strip() == "Args:"]
-        for line in lines[starts[0] + 1 :] if starts else ():
-            if entry := _ENTRY.fullmatch(line.strip()):
-                found[entry[1]] = entry[2]
-            elif not line.strip():
-                break  # the end of the list
-            elif found and line.startswith("  "):  # the description goes on
-                found[list(found)[-1]] += f" {line.strip()}"
-    return found
 
 
 def without_effect(
@@ -181,12 +160,6 @@ def reject_inexact(
         )
 
     # An update must not depend on how parameters are sharded.
-    if optimizer.name == "adafactor":
-        raise BadInput(
-            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
-            "optimizer.name adafactor takes means over rows and columns; "
-            f"use {', '.join(_OPTIMIZERS)}"
-        )
     if optimizer.name not in _OPTIMIZERS:
         raise BadInput(
             f"batch.grain {grain} requires bit-identical runs on any number of processes, but "

@@ -321,13 +321,7 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
     # Say what the key takes.
     value = given[key]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    message = f"{key} must be {takes}, got {text}"
-    if key == "task.pack" and _RENAMED.get(text, "-") in takes:
-        message += f"; {text} is now called {_RENAMED[text]}"
-    return message
-
-
-_RENAMED = {"joined": "concat", "documents": "packed", "none": "padded"}  # old values of task.pack
+    return f"{key} must be {takes}, got {text}"
 
 
 def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:

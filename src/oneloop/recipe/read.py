@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -176,11 +175,6 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def typed(value: Any) -> str:
-    """Return a plain value as it is typed on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, type) or callable(value):
         return path_of(value)
@@ -193,29 +187,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inside) for inside in value]
     return value
-
-
-def as_python(message: str) -> str:
-    """Return a message with keys in Python's syntax.
-
-    It says ``run={"accept_changes": True}`` in place of ``--run.accept_changes``.
-    """
-    in_python = {"true": "True", "false": "False", "null": "None"}
-
-    def call(found: re.Match[str]) -> str:
-        group, key, value = found.groups()
-        value = in_python.get(value, value)
-        if not value:
-            kinds = {one.name: one.type for one in fields(GROUPS[group])}
-            value = "True" if kinds.get(key) is bool else "…"
-        return f'{group}={{"{key}": {value}}}'
-
-    # Rewrite options with their values, then suggestions.
-    groups = "|".join(GROUPS)
-    message = re.sub(rf"--({groups})\.(\w+)(?: (true|false|null|-?\d[\d.e-]*)\b)?", call, message)
-    message = re.sub(
-        rf"did you mean '({groups})\.(\w+)()'\?",
-        lambda found: f"did you mean {call(found)}?",
-        message,
-    )
-    return message.replace(" (--help lists all)", "")

@@ -45,8 +45,8 @@ def _run(given: Namespace) -> NoReturn:
     run(given)
 
 
-def parsed(command: str, words: Sequence[str]) -> Namespace:
-    """Return the options of ``evaluate`` or ``predict``, and ``command``. Raise BadInput."""
+def parser_of(command: str) -> Options:
+    """Return the parser of ``evaluate`` or ``predict``."""
     if command not in _PAGES:
         raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
@@ -81,7 +81,12 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
             "--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv"
         )
         options.add_argument("--raw", action="store_true", help="write the model's outputs, too")
-    given = options.parse_args(words)
+    return options
+
+
+def parsed(command: str, words: Sequence[str]) -> Namespace:
+    """Return the options of ``evaluate`` or ``predict``, and ``command``. Raise BadInput."""
+    given = parser_of(command).parse_args(words)
     given.command = command
 
     # Check what is on disk.

@@ -20,7 +20,13 @@ def export(words: Sequence[str]) -> int:
     Adapters are written in peft's format. --push commits the same files to the Hugging Face hub,
     with the recipe and a model card; a new repository is private unless --public is given.
     """
-    options = Options("export", export.__doc__)
+    print(printable("\n".join(export_run(parser_of("export").parse_args(words)))))
+    return DONE
+
+
+def parser_of(command: str) -> Options:
+    """Return the parser of ``oneloop export``."""
+    options = Options(command, export.__doc__)
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--to", type=Path, metavar="DIR", help="the folder to write to")
     options.add_argument("--push", metavar="ORG/NAME", help="the repository to push to")
@@ -35,8 +41,7 @@ def export(words: Sequence[str]) -> int:
     )
     options.add_argument("--public", action="store_true", help="make a new repository public")
     options.add_argument("--license", metavar="ID", help="of the model card")
-    print(printable("\n".join(export_run(options.parse_args(words)))))
-    return DONE
+    return options
 
 
 def export_run(given: Namespace) -> list[str]:
