@@ -28,10 +28,11 @@ from oneloop.basics.untrusted import (
     parsed_yaml,
     read_bytes,
     read_json,
+    read_yaml,
 )
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.lease import _newest, _who
-from oneloop.checkpoint.manifest import header, tensor_problems
+from oneloop.checkpoint.manifest import header
 from oneloop.checkpoint.mirror import complete, local_run
 from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
 from oneloop.checkpoint.retention import Keep
@@ -102,8 +103,6 @@ def _read_files(run: Path, recipe: dict) -> None:
     folder.inspect(recipe)
     folder.starts(0.0, 0.0)
     recorded_by(run)
-    saved = folder._saved_recipe()
-    assert saved is None or isinstance(saved, dict)
 
 
 def _read_curves(run: Path) -> None:
@@ -189,11 +188,6 @@ def test_files_that_must_not_be_read_as_a_whole(tmp_path):
         file.truncate(1 << 40)
     with pytest.raises(ValueError, match="sparse is longer than"):
         read_json(tmp_path / "sparse")
-    aliases = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi")]
-    with pytest.raises(ValueError, match="too many values, with its aliases written out"):
-        parsed_yaml("\n".join(["a: &a [x,x,x,x,x,x,x,x,x]", *aliases]))
-    with pytest.raises(ValueError, match="a number with too many colons"):
-        parsed_yaml("x: " + "1:" * 100_000 + "1")
     for tag in ("!!bool foo", '!!int ""', '!!float ""', "!!timestamp foo"):
         with pytest.raises(ValueError, match=".*"):
             parsed_yaml(f"x: {tag}")
@@ -208,8 +202,6 @@ def test_a_header_of_many_dimensions_is_rejected_at_once(tmp_path):
         ValueError, match="a.safetensors is damaged: its values are not as expected"
     ):
         header(file)
-    wrong = tensor_problems(tmp_path, {}, {"a": ("F32", shape)})
-    assert len(wrong) == 1 and wrong[0].startswith("a cannot have the shape [9007199254740991,")
 
 
 def test_an_address_in_a_run_folder_is_not_followed(made, tmp_path):
@@ -280,7 +272,7 @@ def test_hostile_values_in_checkpoints(made, tmp_path, count):
 def test_hostile_values_in_small_files(made, tmp_path, count):
     outside = _beside(tmp_path)
     right = made / "runs/one"
-    recipe = Folder(right)._recipe()
+    recipe = read_yaml(right / "recipe.yaml")
     names = ("environment.json", "summary.json")
     changes = {name: [hostile.of_json] for name in names} | {"recipe.yaml": [hostile.of_yaml]}
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=2)
@@ -425,7 +417,7 @@ def test_a_file_in_place_of_a_checkpoint_is_set_aside(made, tmp_path):
 def test_hostile_values_in_a_mirror(made, tmp_path, count, monkeypatch):
     outside = _beside(tmp_path)
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    recipe = Folder(made / "runs/one")._recipe()
+    recipe = read_yaml(made / "runs/one" / "recipe.yaml")
     newest = sorted((made / "store/checkpoints").glob("step-*"))[-1].name
     (owner,) = (made / "store/owner").iterdir()
     changes = {

@@ -44,8 +44,8 @@ CONTINUED = [
     partial(AdamW, lr=torch.tensor(0.05)),
 ]
 NOT_HELD = {
-    odd.CountingAdamW: r"CountingAdamW has state that a checkpoint does not hold \(k\)",
-    odd.LateCounter: r"LateCounter has state that a checkpoint does not hold \(k\)",
+    odd.CountingAdamW: "CountingAdamW has state that a checkpoint does not hold: in a trial",
+    odd.LateCounter: "LateCounter has state that a checkpoint does not hold: in a trial",
     odd.Around: r"the state_dict\(\) of Around holds state of parameters that its own state lacks",
     odd.Hidden: "Hidden has state that a checkpoint does not hold: in a trial",
     odd.Global: "the state of Global has the entry 'all', which is not a parameter",

@@ -4,9 +4,7 @@ Needs no torch.
 """
 
 import json
-import math
 import re
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,6 @@ Entries = Mapping[str, Any]
 MANIFEST = "MANIFEST.json"
 FORMAT = 2  # version of the manifest
 
-_MOST_DIMENSIONS = 64  # of a tensor, as in torch
 _BASE = re.compile(r"base(-\d+)?")  # folders of frozen parameters, in the run folder
 _MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
@@ -122,52 +119,3 @@ def check_header_length(length: int, data: int) -> None:
     """
     if not 0 < length <= min(data, _MOST_HEADER):
         raise ValueError(f"its header cannot have {length} bytes")
-
-
-def tensor_problems(
-    folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
-) -> list[str]:
-    """List the tensors that the files of a checkpoint do not hold exactly once.
-
-    Args:
-        folder: the checkpoint.
-        files: the manifest's entries of its files.
-        tensors: dtype and global shape of each tensor, by name.
-    """
-    try:
-        with damaged("the list of its tensors"):
-            return _tensor_problems(folder, files, tensors)
-    except (OSError, ValueError) as error:
-        return [str(error)]
-
-
-def _tensor_problems(
-    folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
-) -> list[str]:
-    # Read the headers.
-    shards = defaultdict[str, dict[tuple[int, ...], int]](dict)  # elements by offset, by tensor
-    for name in files:
-        if name.endswith(".safetensors"):
-            entries = header(folder / name)
-            about = parsed_json(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-            for tensor, entry in entries.items():
-                dtype = tensors.get(tensor, [entry["dtype"]])[0]
-                if entry["dtype"] != dtype:
-                    raise ValueError(
-                        f"{tensor} is {entry['dtype']} in {name}, and {dtype} in the manifest"
-                    )
-                offset = tuple(about[tensor]["saved_offsets"])
-                shards[tensor][offset] = math.prod(entry["shape"])
-
-    # The shards of a tensor start at different offsets, and have all its elements.
-    wrong = []
-    for tensor, (_, shape) in tensors.items():
-        if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int for size in shape):
-            raise ValueError(f"{tensor} cannot have the shape {shape!r:.60}")
-        count = sum(shards.pop(tensor, {}).values())
-        if count != math.prod(shape):
-            wrong.append(
-                f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} "
-                "elements"
-            )
-    return wrong + [f"{tensor} is not in the manifest" for tensor in shards]

@@ -21,7 +21,6 @@ from oneloop.checkpoint.manifest import (
     manifest_of,
     read_manifest,
     signed,
-    tensor_problems,
 )
 from oneloop.checkpoint.retention import Keep
 
@@ -242,4 +241,4 @@ def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     wrong = changed(folder, manifest["files"])
     unknown = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
     wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
-    return wrong or tensor_problems(folder, manifest["files"], manifest["tensors"])
+    return wrong

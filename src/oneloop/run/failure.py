@@ -11,7 +11,6 @@ from oneloop.basics import exit_codes
 from oneloop.basics.launcher import rank, ranks
 from oneloop.basics.memory import is_out_of_memory
 from oneloop.checkpoint.background_save import SaveError
-from oneloop.checkpoint.store import Store, step_of
 from oneloop.data.data_workers import end_workers
 from oneloop.job.build import Job
 from oneloop.launch.agreement import where
@@ -44,21 +43,13 @@ def failed(
             )
         reason = explained(job, run, error)
     if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
-        reason += _last_right(folder, error.equal_at)
+        before = "no step was found to be right: start the run again"
+        if error.equal_at:
+            before = f"step {error.equal_at} was still right: continue from a checkpoint before it"
+        reason += f"; {before}"
     if cli:
         report_error(error, reason)
     return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
-
-
-def _last_right(folder: Folder, step: int) -> str:
-    """Return which checkpoint is from before a step that was found to be right (0: none was)."""
-    if not step:
-        return "; no earlier check has found the run to be right: start it again"
-    sealed = Store(folder.path / "checkpoints").sealed()
-    before = [path for path in sealed if step_of(path) < step]
-    if before:
-        return f"; step {step} was still right, and {before[-1]} is the newest checkpoint before it"
-    return f"; step {step} was still right, but no checkpoint is older"
 
 
 def words_of(error: BaseException) -> str:

@@ -18,37 +18,18 @@ from oneloop.basics.files import dumps, intact, one_line, printable, replacing, 
 from oneloop.basics.untrusted import damaged, delete, is_number, read_json, read_yaml
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
-from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.show.metrics_file import parsed
 
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
-_WITHOUT_RECIPE = {
-    *(".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"),
+_BEFORE_RECIPE = {
+    *(".lock", "owner.json", "environment.json", ".recipe.yaml.draft", ".environment.json.draft"),
     *(WORD, f".{WORD}.draft"),
 }
 """files of a run that was killed before it wrote its recipe"""
 
 _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
-_WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
-    "recipe.yaml",
-    "environment.json",
-    "metrics.jsonl",
-    "examples.json",
-    "summary.json",
-    "report.html",
-    "skipped_rows",
-    "checkpoints",
-    "base",
-    "tensorboard",
-    "profile",
-    "stacks",
-    "STOP",
-    "wandb",
-    "mlruns",
-}
-"""files of a run that has not saved a checkpoint"""
 
 
 class Folder:
@@ -109,7 +90,7 @@ class Folder:
                 f"{self._name} is in use by {self._owner()}; wait for it, or choose another run.dir"
             )
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
-        if not saved and self._has_other_files():
+        if not saved and self._holds_no_run():
             raise BadInput(
                 f"{self._name} has files that do not belong to a oneloop run; choose another "
                 "run.dir"
@@ -124,24 +105,15 @@ class Folder:
             )
         if not saved:
             return None
-        old = self._recipe()
+        old = self._read("recipe.yaml", _resolved)
         if old is None:
             return None
         from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
 
-        # Is it a run of this recipe? The user may have edited recipe.yaml.
+        # Is it a run of this recipe? A resume compares it with that of the checkpoint, too.
         with damaged(f"{self.path}/recipe.yaml"):
             changed = difference(old, resolved)
             extends = only_extends(old, resolved)
-        if changed:
-            kept = self._saved_recipe()
-            if kept and not difference(kept, resolved):
-                self.say(
-                    f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
-                    "checkpoint's recipe"
-                )
-                old = kept
-                changed = []
         if changed and not accept_changes and not extends:
             raise BadInput(
                 f"{self._name} holds a run of another recipe ({'; '.join(changed)}); "
@@ -168,17 +140,10 @@ class Folder:
             f"{ended.get('step')}: nothing to do"
         )
 
-    def _has_other_files(self) -> bool:
-        """Return whether the folder has files that do not belong to a run without a checkpoint."""
-        for path in self.path.iterdir():
-            if path.name not in _WITHOUT_CHECKPOINT and not path.name.startswith(("bad-", ".")):
-                return True
-        try:
-            return not set(_GROUPS) <= read_yaml(self.path / "recipe.yaml").keys()
-        except FileNotFoundError:
-            return any(path.name not in _WITHOUT_RECIPE for path in self.path.iterdir())
-        except (OSError, ValueError):
-            return not (self.path / "environment.json").exists()
+    def _holds_no_run(self) -> bool:
+        """Return whether there are files, and not those of a run."""
+        names = {path.name for path in self.path.iterdir()}
+        return not names <= _BEFORE_RECIPE and not {"recipe.yaml", "environment.json"} <= names
 
     def _read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
@@ -194,19 +159,6 @@ class Folder:
         except (OSError, ValueError) as error:
             self.say(f"{file} is damaged ({error}); rewriting it")
             return None
-
-    def _recipe(self) -> dict[str, Any] | None:
-        """Return the recipe of the run in the folder, else that of its newest checkpoint."""
-        return self._read("recipe.yaml", _resolved) or self._saved_recipe()
-
-    def _saved_recipe(self) -> dict[str, Any] | None:
-        """Return the recipe in the newest intact checkpoint."""
-        for path, wrong in self._store.newest_good():
-            if wrong:
-                continue
-            with suppress(ValueError), damaged(path):
-                return dict(read_state(path)["identity"]["recipe"])
-        return None
 
     def _in_use(self) -> bool:
         if not (self.path / ".lock").exists():
@@ -250,8 +202,8 @@ class Folder:
     def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
         """Write the resolved recipe (YAML) and the environment, before the first step."""
         with self._writing():
-            self.write("recipe.yaml", recipe)
             self.write_json("environment.json", environment)
+            self.write("recipe.yaml", recipe)
             delete(self.path / "summary.json", inside=self.path)
         self.begun = True
 
