@@ -206,13 +206,10 @@ def reject_resume_path(resume: str) -> None:
     """Raise BadInput unless ``run.resume`` is the path of an intact checkpoint."""
     path = local_checkpoint(resume)
     if (path / "checkpoints").is_dir():
-        names = [found.name for found in Store(path / "checkpoints").sealed()]
-        if not names:
-            raise BadInput(
-                f"run.resume {resume} is a run folder; name one of its checkpoints: it has none"
-            )
+        names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
         raise BadInput(
-            f"run.resume {resume} is a run folder; name one of its checkpoints: {', '.join(names)}"
+            f"run.resume {resume} is a run folder; name one of its checkpoints: "
+            f"{names or 'it has none'}"
         )
     if not path.is_dir():
         raise BadInput(

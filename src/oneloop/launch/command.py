@@ -168,24 +168,10 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None
 
     Return None for an option that only accelerate's parser knows. Raise BadInput without a recipe.
     """
-    options: dict[str, str] = {}
-    rest = list(words)
-
-    # The options end at the recipe.
-    while rest and rest[0].startswith("--"):
-        # --name value, or --name=value
-        name, equals, value = rest.pop(0).removeprefix("--").partition("=")
-        if name not in ("config_file", "mixed_precision", "num_processes"):
-            return None
-        if equals:
-            options[name] = value
-        elif rest:
-            options[name] = rest.pop(0)
-        else:
-            raise BadInput(f"--{name} needs a value; the recipe follows it")
+    known, rest = options(words, names=("config_file", "mixed_precision", "num_processes"))
     if not rest:
         raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
-    return None if rest[0].startswith("-") else (options, rest)
+    return None if rest[0].startswith("-") else (known, rest)
 
 
 def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:

@@ -39,8 +39,10 @@ class Nodes:
         return f"{number} nodes{each}, rendezvous at {self.host}:{self.port} (from {self.source})"
 
 
-def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words.
+def options(
+    words: Sequence[str], names: Sequence[str] = OPTIONS
+) -> tuple[dict[str, str], list[str]]:
+    """Split the options of these names, which precede the recipe, from the other words.
 
     Raise BadInput for an option without a value.
     """
@@ -53,8 +55,8 @@ def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     while left and (left[0].startswith("--") or follows):
         word = left.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
-        follows = word.startswith("--") and not equals and name not in OPTIONS
-        if not word.startswith("--") or name not in OPTIONS:
+        follows = word.startswith("--") and not equals and name not in names
+        if not word.startswith("--") or name not in names:
             rest.append(word)
         elif equals:
             own[name] = value
