@@ -18,6 +18,7 @@ from oneloop.basics.files import dumps, intact, one_line, printable, replacing, 
 from oneloop.basics.untrusted import damaged, delete, is_number, read_json, read_yaml
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
+from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.show.metrics_file import parsed
 
@@ -105,15 +106,24 @@ class Folder:
             )
         if not saved:
             return None
-        old = self._read("recipe.yaml", _resolved)
+        old = self._recipe()
         if old is None:
             return None
         from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
 
-        # Is it a run of this recipe? A resume compares it with that of the checkpoint, too.
+        # Is it a run of this recipe? The user may have edited recipe.yaml.
         with damaged(f"{self.path}/recipe.yaml"):
             changed = difference(old, resolved)
             extends = only_extends(old, resolved)
+        if changed:
+            kept = self._saved_recipe()
+            if kept and not difference(kept, resolved):
+                self.say(
+                    f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
+                    "checkpoint's recipe"
+                )
+                old = kept
+                changed = []
         if changed and not accept_changes and not extends:
             raise BadInput(
                 f"{self._name} holds a run of another recipe ({'; '.join(changed)}); "
@@ -159,6 +169,19 @@ class Folder:
         except (OSError, ValueError) as error:
             self.say(f"{file} is damaged ({error}); rewriting it")
             return None
+
+    def _recipe(self) -> dict[str, Any] | None:
+        """Return the recipe of the run in the folder, else that of its newest checkpoint."""
+        return self._read("recipe.yaml", _resolved) or self._saved_recipe()
+
+    def _saved_recipe(self) -> dict[str, Any] | None:
+        """Return the recipe in the newest intact checkpoint."""
+        for path, wrong in self._store.newest_good():
+            if wrong:
+                continue
+            with suppress(ValueError), damaged(path):
+                return dict(read_state(path)["identity"]["recipe"])
+        return None
 
     def _in_use(self) -> bool:
         if not (self.path / ".lock").exists():
