@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from oneloop.data.seeded_samples import Batches, SeededSamples
+from oneloop.data.seeded_samples import SKIPPED, Batches, SeededSamples
 from oneloop.data.step_batches import Batch
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
@@ -37,7 +37,11 @@ def sizes_of(job: Job, most: int | None = None) -> Any:
     sizes = []
     for index in range(min(number, most or number)):
         batch, _ = job.collate([samples[0, index]])
-        sizes.append(sum(value.numel() for value in batch.values() if torch.is_tensor(value)))
+        elements = 0
+        for value in batch.values():
+            if torch.is_tensor(value):
+                elements += value.numel()
+        sizes.append(elements)
     return np.array(sizes)
 
 
@@ -66,5 +70,9 @@ def batches_of(job: Job, indices: Sequence[int]) -> list[tuple[Batch, float]]:
     """
     load = Batches(SeededSamples(job.train_set, seed=job.recipe.seed), job.collate)
     layout = job.layout
-    repeated = np.resize(indices, (layout.accumulate, layout.each))
-    return [load[[(0, index) for index in row]] for row in repeated.tolist()]
+    batches = []
+    for row in np.resize(indices, (layout.accumulate, layout.each)).tolist():
+        batch, weight = load[[(0, index) for index in row]]
+        batch.pop(SKIPPED, None)  # it is for the run's list of left out samples
+        batches.append((batch, weight))
+    return batches
