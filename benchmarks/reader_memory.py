@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from oneloop.data.sample_reader import SampleReader, _pickled
+from oneloop.data.sample_reader import _pickled, sample_reader
 from oneloop.data.seeded_samples import SeededSamples
 
 ROWS = 1 << 18
@@ -58,7 +58,7 @@ def main() -> None:
     for workers in (1, 0, 1, 0):
         before = memory("Rss")
         start = time.perf_counter()
-        with SampleReader(load, workers=workers) as read:
+        with sample_reader(load, workers=workers) as read:
             samples, private = read()
         seconds = time.perf_counter() - start
         own = f"{private:7,.1f} MB of its own" if workers else "-"

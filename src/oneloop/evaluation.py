@@ -16,7 +16,7 @@ from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import reshard, share_buffers
-from oneloop.data.sample_reader import CannotSend, SampleReader
+from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
@@ -230,7 +230,7 @@ def _look(
     accelerator: Accelerator,
 ) -> None:
     samples = loading.samples
-    chosen = SampleReader(partial(_chosen, samples, loading.collate), workers=loading.workers)
+    chosen = sample_reader(partial(_chosen, samples, loading.collate), workers=loading.workers)
     with BEATS.phase(METRICS), chosen as read:
         load = partial(_on_device, read, loading.device)
         try:
@@ -255,9 +255,7 @@ def _chosen(
     return [sample for _, sample in samples], batch
 
 
-def _on_device(
-    read: SampleReader, device: torch.device, indices: list[int]
-) -> tuple[list[Any], Batch]:
+def _on_device(read: Reader, device: torch.device, indices: list[int]) -> tuple[list[Any], Batch]:
     """Return the samples of these indices, and their batch on the device."""
     samples, batch = read(indices)
     return samples, next(transferred(iter([batch]), device))

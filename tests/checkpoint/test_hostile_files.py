@@ -39,6 +39,7 @@ from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.saved_state import newest_intact, read_state, state_problems
 from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.cli import main
+from oneloop.recipe.comparison import training_configuration
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.tools.after_training.recorded_task import recorded_by
@@ -100,7 +101,7 @@ def _read_checkpoints(run: Path) -> None:
 def _read_files(run: Path, recipe: dict) -> None:
     """Read the other files of a run folder, as a start does."""
     folder = Folder(run, say=lambda text: None)
-    folder.inspect(recipe)
+    folder.inspect(training_configuration(recipe))
     folder.starts(0.0, 0.0)
     recorded_by(run)
 
@@ -118,7 +119,7 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
     bucket = Bucket(address)
     _, owner = _newest(bucket)
     assert _who(owner).isprintable()
-    MirroredFolder(run, address, say=lambda text: None).inspect(recipe)
+    MirroredFolder(run, address, say=lambda text: None).inspect(training_configuration(recipe))
     fetcher = Fetcher(
         address,
         Store(run / "checkpoints"),

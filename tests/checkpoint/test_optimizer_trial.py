@@ -49,8 +49,8 @@ NOT_HELD = {
     odd.Around: r"the state_dict\(\) of Around holds state of parameters that its own state lacks",
     odd.Hidden: "Hidden has state that a checkpoint does not hold: in a trial",
     odd.Global: "the state of Global has the entry 'all', which is not a parameter",
-    odd.History: "History keeps old, which contains a Tensor",
-    LBFGS: "LBFGS keeps old_dirs, which contains a Tensor",
+    odd.History: "History keeps old, which a checkpoint cannot store",
+    LBFGS: "LBFGS keeps old_dirs, which a checkpoint cannot store",
 }
 
 

@@ -171,7 +171,9 @@ def test_an_optimizer_whose_state_a_file_cannot_hold_is_named(tmp_path):
         return loss
 
     optimizer.step(closure)
-    with pytest.raises(ValueError, match="LBFGS keeps .*, which contains a Tensor; .* use another"):
+    with pytest.raises(
+        ValueError, match="LBFGS keeps .*, which a checkpoint cannot store .*use another"
+    ):
         saved(tmp_path, model, optimizer)
 
 

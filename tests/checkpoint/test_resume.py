@@ -284,7 +284,7 @@ def test_what_may_change_and_what_not(tmp_path, recipe, finished):
     assert again.code == 0 and "finished at step 30: nothing to do" in again.output
     assert changed.code == 2 and "optimizer.lr: 0.001 -> 0.5" in changed.output
     # its cosine would end elsewhere
-    assert longer.code == 2 and "duration: '30' -> '33'" in longer.output
+    assert longer.code == 2 and "duration: 30 -> 33" in longer.output
     # Two parameter groups in place of one: all their entries come from the recipe.
     assert accepted.code == 0, accepted.output
     assert "accepted: optimizer.weight_decay: 0.0 -> 0.5" in accepted.output

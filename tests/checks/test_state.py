@@ -174,9 +174,9 @@ TENSORS = {
     "buffer wide has changed": lambda model: model.wide.set_(torch.ones(4, 3, 2)),
     "parameter layer.weight has changed, too": replaced,
     "parameter layer.bias has changed, too": tied,
-    "buffer late was registered": registered,
-    "buffer later was registered": filled,
-    "buffer other was registered": renamed,
+    "buffer late has changed": registered,
+    "buffer later has changed": filled,
+    "buffer other has changed": renamed,
     "buffer code has changed, too": shortened,
     "parameter large has changed, too": lambda model: model.large.requires_grad_(False),
 }

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from oneloop.basics.content_hash import content_hash
 from oneloop.basics.tensors import local
 from oneloop.checks.passes import run_pass
-from oneloop.data.sample_checksums import IN_PLACE, OTHER, checksum, fault
+from oneloop.data.fingerprint import IN_PLACE, OTHER, fault
 from oneloop.tools.prove.prove import _Proof
 from worlds import run
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.checks.samples",
     "oneloop.checks.sums",
     "oneloop.checks.tolerance",
-    "oneloop.data.sample_checksums",
+    "oneloop.basics.content_hash",
+    "oneloop.data.fingerprint",
     "oneloop.loop.start_lines",
     "oneloop.machine.fsdp2_units",
     "oneloop.task_protocol.user_code",
@@ -251,7 +253,7 @@ def test_a_change_that_sums_to_zero_changes_the_product():
 
 def test_samples_are_compared_by_content():
     sample = {"x": torch.tensor([1.0, torch.nan]), "rows": [np.arange(3), "text"], "set": {1}}
-    before = checksum([sample])
+    before = content_hash([sample])
     again = {"x": sample["x"].clone(), "rows": [np.arange(3), "text"], "set": {1}}
     assert fault(before, [sample], [again]) == ""
     again["rows"][0][1] = 7
@@ -259,8 +261,8 @@ def test_samples_are_compared_by_content():
     sample["rows"][0][1] = 7
     assert fault(before, [sample], [again]) == IN_PLACE
     for value in (2, 0.5, "text", b"bytes", True, np.float32(1)):
-        assert checksum([value, math.nan]) == checksum([value, math.nan])
-        assert checksum([value]) != checksum([value * 2])
+        assert content_hash([value, math.nan]) == content_hash([value, math.nan])
+        assert content_hash(value) != content_hash(value * 2)
 
 
 def test_the_reason_of_a_difference_is_found_in_later_lines(tmp_path):

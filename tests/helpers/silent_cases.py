@@ -501,7 +501,7 @@ CHANGES = {
             "        return torch.utils.data.TensorDataset(x, x.sin())"
         ),
         [],
-        "data (train, validation): samples: 64 -> 128",
+        "train set, samples: 64 -> 128; ",
     ),
     "other data": (
         (
@@ -509,12 +509,12 @@ CHANGES = {
             "self.x.cos())"
         ),
         [],
-        "data (train, validation): hash of 16 samples: ",
+        "train set, hash of 16 samples: ",
     ),
     "requires a validation set": (
         "    def eval_sets(self):\n        return {}",
         [],
-        "the validation set is missing",
+        "validation set, samples: 64 -> missing",
     ),
     "another activation": (
         (
@@ -531,7 +531,7 @@ CHANGES = {
             "        return model"
         ),
         [],
-        "trained parameters: 4 of 4",
+        "0.weight: (8, 1) torch.float32 -> 0.weight: (8, 1) torch.float32, frozen",
     ),
     "another precision": (
         "    pass",

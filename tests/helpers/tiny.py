@@ -20,11 +20,9 @@ def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
     """Return the ids that a rank loaded for training, in order, without those of the preflight
     check and comparison."""
     from oneloop.checks.samples import SAMPLED
-    from oneloop.data.sample_checksums import FIRST, SAMPLES
+    from oneloop.data.fingerprint import SAMPLES, TWICE
 
-    before = 2 * min(SAMPLED, max(2, micro)) + (SAMPLES + 2 if rank == 0 else 0)
-    # loaded for the comparison between ranks
-    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0
+    before = 2 * min(SAMPLED, max(2, micro)) + SAMPLES + TWICE
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 

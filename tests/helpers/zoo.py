@@ -1122,10 +1122,10 @@ class OrderedSamples(Samples):
 
 
 @animal(
-    ddp=rejected("the ranks differ: the order of the training set is"),
-    ddp_grain=rejected("the ranks differ: the order of the training set is"),
-    fsdp2=rejected("the ranks differ: the order of the training set is"),
-    fsdp2_grain=rejected("the ranks differ: the order of the training set is"),
+    ddp=rejected("the ranks differ", "order of the training set"),
+    ddp_grain=rejected("the ranks differ", "order of the training set"),
+    fsdp2=rejected("the ranks differ", "order of the training set"),
+    fsdp2_grain=rejected("the ranks differ", "order of the training set"),
 )
 class OrderOfRank(Plain):
     def train_set(self) -> Any:

@@ -640,12 +640,12 @@ ENTROPY: dict[str, Any] = {"single": ANY, "single_grain": ANY}
 """numbers of the operating system: every process, and every run, has others"""
 
 
-@silent("C", all=stopped("fourier"), ddp=reported("fourier", "rank 0"), **ENTROPY)
+@silent("C", all=stopped("fourier"), **ENTROPY)
 class EntropyBuffer(Animal):
     net = staticmethod(lambda: FeaturesNet("buffer", np.random.default_rng()))
 
 
-@silent("C", all=stopped("fourier"), ddp=reported("fourier", "rank 0"), **ENTROPY)
+@silent("C", all=stopped("fourier"), **ENTROPY)
 class EntropyFrozen(Animal):
     net = staticmethod(lambda: FeaturesNet("frozen", np.random.default_rng()))
 

@@ -560,10 +560,10 @@ def test_bias_corrections_without_float64(beta):
 
 def train_as_on_cuda(words: list[str]) -> None:
     """Train; checkpoints say that they are from a CUDA device."""
-    from oneloop.loop import training_state
+    from oneloop.run import preparation
 
-    real = training_state.inputs_of
-    training_state.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
+    real = preparation.inputs_of
+    preparation.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
     train(words)
 
 
@@ -575,8 +575,8 @@ def test_a_resume_on_another_device_says_what_differs(tmp_path):
     more = ["r.yaml", "--run.dir", "a", "--duration", "4", "--machine.device", "cpu"]
     output = run(train, more, folder=tmp_path)
     assert output.codes == [0], output.output
-    assert "the run continues on cpu; before: cuda." in output.output
-    assert "dropout draws other random numbers" in output.output
+    assert "device: cuda -> cpu; the samples stay the same" in output.output
+    assert "rounding and the numbers of dropout are others" in output.output
 
 
 def plan_on_a_mac(words: list[str]) -> int:

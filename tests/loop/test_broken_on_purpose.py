@@ -271,10 +271,13 @@ def nothing_restored() -> None:
 
 def read_here() -> None:
     """Read the samples of checks and examples in the process that forks the data workers."""
-    from oneloop.data.sample_reader import SampleReader
+    from contextlib import nullcontext
 
-    begin = SampleReader.__init__
-    SampleReader.__init__ = lambda reader, function, workers: begin(reader, function, workers=0)
+    from oneloop import evaluation
+    from oneloop.checks import dry_run
+
+    for module in (dry_run, evaluation):
+        module.sample_reader = lambda function, workers: nullcontext(function)
 
 
 def torch_only() -> None:

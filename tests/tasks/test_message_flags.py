@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oneloop.data.fingerprint import differences
+from oneloop.basics.differences import differences
 from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.sft import SFT

@@ -153,9 +153,10 @@ def test_every_kind_of_file_trains_every_task(tmp_path, name):
         "causal_lm": {"perplexity", "accuracy", "bits_per_byte"},
     }[CASES[name][0]]
     assert expected | {"loss"} == metrics
-    data = json.loads((tmp_path / "single" / "environment.json").read_text())["data"]
-    assert data["train"]["files"].keys() == {
-        p.relative_to(tmp_path / "own").as_posix() for p in _data_files(tmp_path)
+    inputs = json.loads((tmp_path / "single" / "environment.json").read_text())["inputs"]
+    files = {p.relative_to(tmp_path / "own").as_posix() for p in _data_files(tmp_path)}
+    assert {f"train set, files, {file}" for file in files} == {
+        name for name in inputs if name.startswith("train set, files, ")
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hub_server import Hub
-from oneloop.data.fingerprint import differences
+from oneloop.basics.differences import differences, texts
 from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.parquet_files import LocalFile
@@ -25,6 +25,7 @@ from slow_cases import with_slow
 from worlds import ROOT, each_message, run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.differences",
     "oneloop.data.fingerprint",
     "oneloop.run.compatibility",
     "oneloop.tasks.rows.cache",
@@ -89,12 +90,12 @@ def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
 
 def a_file_more(folder: Path) -> str:
     shutil.copy(folder / "part-0.parquet", folder / "part-3.parquet")
-    return "files, part-3.parquet is new"
+    return "files, part-3.parquet: missing -> "
 
 
 def a_file_less(folder: Path) -> str:
     (folder / "part-2.parquet").unlink()
-    return "files, part-2.parquet is missing"
+    return "files, part-2.parquet: "
 
 
 def another_of_the_same_size(folder: Path) -> str:
@@ -109,7 +110,7 @@ def another_of_the_same_size(folder: Path) -> str:
 
 def another_name(folder: Path) -> str:
     (folder / "part-0.parquet").rename(folder / "part-9.parquet")
-    return "files, part-0.parquet is missing"
+    return "files, part-0.parquet: "
 
 
 QUICK_NOT = [a_file_more, a_file_less, another_name]
@@ -137,9 +138,9 @@ def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     words = [*TEXTS, "--task.data", str(tmp_path / "data"), "--run.dir", "run"]
     (found,) = run(rejected_and_accepted, words, folder=tmp_path).ok()
     (code, output), after, (accepted, said) = found
-    assert code == 2 and f"data (train, validation, test): {expected_text}" in output, output
+    assert code == 2 and f"train set, {expected_text}" in output, output
     assert before == after
-    assert accepted == 0 and "accepted: data" in said, said
+    assert accepted == 0 and "accepted: train set, " in said, said
 
 
 def test_a_copy_elsewhere_is_equal(tmp_path):
@@ -152,19 +153,19 @@ def test_a_copy_elsewhere_is_equal(tmp_path):
 
     # A bucket has no checksums, and its caches depend on versions.
     now = here.fingerprint()
-    assert differences(now, away.fingerprint()) == []
-    assert differences(away.fingerprint(), now) == []
+    assert differences(texts(now), texts(away.fingerprint())) == {}
+    assert differences(texts(away.fingerprint()), texts(now)) == {}
     assert away.fingerprint()["content of the files"] is None
     assert now["files"]["part-0.parquet"] == [files[0].size, files[0].digest]
     assert away.cache_key()["files"] == versions["files"] != here.cache_key()["files"]
 
     # Another set of files is named, also within a mixture.
     other = {"length": 90, "files": {"a.jsonl": [10, "0123"]}}
-    assert "files, a.jsonl is missing" in differences(other, now)
-    several = differences({"sets": {"a": other}}, {"sets": {"a": now}})
-    assert "sets, a, files, a.jsonl is missing" in several
+    assert "files, a.jsonl" in differences(texts(other), texts(now))
+    several = differences(texts({"sets": {"a": other}}), texts({"sets": {"a": now}}))
+    assert several["sets, a, files, a.jsonl"].endswith("[10, '0123'] -> missing")
     more = {**other, "files": {**other["files"], "b.jsonl": [10, "4567"]}}
-    assert differences(other, more) == ["files, b.jsonl is new"]
+    assert [*differences(texts(other), texts(more))] == ["files, b.jsonl"]
 
 
 def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
@@ -207,7 +208,7 @@ def test_a_set_of_the_users_own_states_what_it_is(tmp_path):
     (tmp_path / "mine.py").write_text(OWN.replace("version 1", "version 2"))
     world = run(here, words, folder=tmp_path)
     assert (
-        world.codes == [2] and "data (train): fingerprint: version 1 -> version 2" in world.output
+        world.codes == [2] and "train set, fingerprint: version 1 -> version 2" in world.output
     ), world.output
 
 
@@ -252,11 +253,9 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
         words = [*TEXTS, "--task.data", "hf:someone/texts", "--run.dir", "run"]
         code, output = typed(words, tmp_path, hub)
         assert code == 0, output
-        recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
-        assert {part: about["commit"] for part, about in recorded.items()} == {
-            "train": first,
-            "validation": first,
-        }
+        recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["inputs"]
+        for part in ("train", "validation"):
+            assert recorded[f"{part} set, commit"] == first
         [path] = (tmp_path / "run" / "checkpoints").glob("step-*16")
         assert first in (path / "state.json").read_text()
         unfinished(tmp_path / "run")

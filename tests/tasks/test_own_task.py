@@ -96,10 +96,7 @@ def test_one_task_has_several_names(written):
     other = folder / "other.py"
     other.write_text(written.read_text())
     rejected = run(train, ["other.py:MyTask", *words], folder=folder)
-    assert (
-        rejected.codes == [2]
-        and "task.name: 'spirals.py:MyTask' -> 'other.py:MyTask'" in rejected.output
-    )
+    assert rejected.codes == [2] and "task.name: spirals.MyTask -> other.MyTask" in rejected.output
 
 
 def _from_here(words):

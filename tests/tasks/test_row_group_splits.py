@@ -127,7 +127,7 @@ def test_a_run_by_groups_resumes_and_another_split_is_another_run(tmp_path):
     new = ["--task.data", str(few), "--run.dir", "new"]
     several = [[*WORDS, *same], [*words, *new], [*words, *same]]
     (other, rejected, resumed) = run(each_message, several, folder=tmp_path).ok()[0]
-    assert other[0] == 2 and "task.split_by: 'groups' -> 'rows'" in other[1], other
+    assert other[0] == 2 and "task.split_by: groups -> rows" in other[1], other
     assert rejected[0] == 2 and "add a validation split" in rejected[1], rejected
     assert resumed[0] == 0 and "resuming from" in resumed[1], resumed
     assert not (tmp_path / "new").exists()

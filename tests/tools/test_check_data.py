@@ -117,8 +117,8 @@ def test_an_image_in_the_test_split_is_found_before_the_run(photos, tmp_path):
     world = run(train, words, folder=tmp_path)
     assert world.codes == [2] and "test/cow/0.png cannot be read" in world.output, world.output
     run(train, [*words, "--task.unreadable", "skip"], folder=tmp_path).ok()
-    content = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
-    assert content["test"]["length"] == 2 and content["train"]["length"] == 51
+    content = json.loads((tmp_path / "run" / "environment.json").read_text())["inputs"]
+    assert content["test set, length"] == "2" and content["train set, length"] == "51"
 
 
 def test_images_in_parquet_are_skipped_and_an_empty_class_is_one_of_folders(photos, tmp_path):
@@ -143,7 +143,11 @@ def test_images_in_parquet_are_skipped_and_an_empty_class_is_one_of_folders(phot
     ).ok()
     about = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (
-        sum(part["length"] for part in about["data"].values()) == 51
+        sum(
+            int(about["inputs"].get(f"{part} set, length", 0))
+            for part in ("train", "validation", "test")
+        )
+        == 51
         and len(about["skipped_rows"]) == 2
     )
 

@@ -395,16 +395,14 @@ def test_a_best_of_another_folder_is_reported(folder):
     assert json.loads((folder / "two" / "summary.json").read_text())["final"]["weights"] == "last"
 
 
-def test_another_file_of_the_same_name_is_another_task(folder):
+def test_another_file_of_the_same_name_is_reported(folder):
     run(train, ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")], folder=folder).ok()
     (folder / "there").mkdir()
     (folder / "there" / "mine.py").write_text(TASK + "# another\n")
     words = ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")]
-    rejected = run(train, words, folder=folder / "there")
-    assert (
-        rejected.codes == [2]
-        and f"was trained with the task of {folder / 'mine.py'}" in rejected.output
-    )
+    finished = run(train, words, folder=folder / "there")
+    finished.ok()
+    assert "the source of its task has changed since" in finished.output
     (folder / "there" / "mine.py").write_text(TASK)  # an identical copy
     run(train, words, folder=folder / "there").ok()
 
@@ -456,7 +454,7 @@ def _again_in_a_notebook() -> None:
     vars(module)["Annealed"].loss, before = module.Inside.loss, module.Annealed.loss
     with pytest.raises(
         BadInput,
-        match=r"the source of its task \(Annealed\) has changed since: choose another run.dir",
+        match="the source of its task has changed since: choose another run.dir",
     ):
         fit(module.Annealed, **how)
     module.Annealed.loss = before

@@ -1,7 +1,8 @@
 """The state of optimizers that is not tensors of a parameter: by parameter, by parameter group, and
 what an optimizer adds to its ``state_dict()``."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_with_path
 from xxhash import xxh3_64_hexdigest
 
+from oneloop.basics.content_hash import content_hash
 from oneloop.basics.optimizer_tensors import OWN, is_plain_tensor, own_name, own_state
 from oneloop.basics.tensors import (
     Optimizers,
@@ -28,11 +30,12 @@ _COMPUTED = ("fused", "foreach", "capturable", "differentiable")
 """settings of a group that only say how an update is computed; they may change with the machine"""
 _TENSOR = {"tensor", "on_host"}  # entries in place of a tensor: its name in the checkpoint
 Settings = Sequence[Mapping[str, Any]]
-"""the entries of each parameter group that come from a recipe, which a checkpoint leaves out"""
+"""hashes of the entries of each parameter group that come from a recipe, which a checkpoint leaves
+out"""
 
 
 def settings_of(optimizer: Optimizers, scheduled: Collection[str]) -> Settings:
-    """Return what the parameter groups contain after construction, without their parameters.
+    """Return hashes of what the parameter groups contain after construction, but for parameters.
 
     Args:
         optimizer: one, or several by name.
@@ -40,14 +43,9 @@ def settings_of(optimizer: Optimizers, scheduled: Collection[str]) -> Settings:
     """
     settings = []
     for _, group in groups_of(optimizer):
-        own = tree_map(_listed, {**group, "params": None})
-        settings.append(own | dict.fromkeys(scheduled, ...))
+        hashes = {key: content_hash(value) for key, value in group.items() if key != "params"}
+        settings.append(hashes | dict.fromkeys(scheduled, ...))
     return settings
-
-
-def _listed(value: Any) -> Any:
-    """Return a tensor as numbers, which can be compared; any other value unchanged."""
-    return value.tolist() if is_plain_tensor(value) else value
 
 
 def optimizer_values(
@@ -113,7 +111,7 @@ def optimizer_values(
             for key, value in named.items():
                 is_known = key == "params" or key in _COMPUTED
                 if not is_known and key in known_settings:
-                    is_known = known_settings[key] in (..., tree_map(_listed, group[key]))
+                    is_known = known_settings[key] in (..., content_hash(group[key]))
                 if not is_known:
                     _check_plain(value, key, one)
                     entries[key] = value
@@ -150,19 +148,13 @@ def members_of(model: nn.Module, optimizer: Optimizers) -> list[str]:
 
 def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
     """Raise ValueError unless this consists of numbers and texts, which a JSON file holds."""
-    inside: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inside = [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple):
-        inside = value
-    elif value is not None and not isinstance(value, int | float | str):
+    try:
+        json.dumps(encoded(value))
+    except TypeError as error:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps {key}, which contains a {type(value).__name__}; "
-            "a checkpoint can store only tensors of a parameter, numbers and texts: use another "
-            "optimizer"
-        )
-    for one in inside:
-        _check_plain(one, key, optimizer)
+            f"{type(optimizer).__name__} keeps {key}, which a checkpoint cannot store ({error}); "
+            "it can store only tensors of a parameter, numbers and texts: use another optimizer"
+        ) from None
 
 
 def load_values(
@@ -209,14 +201,17 @@ def load_values(
 
 def _filled(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
     """Return a value with tensors in place of their names."""
-    if isinstance(value, list):
-        return [_filled(inside, tensors, device) for inside in value]
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() != _TENSOR:
-        return {key: _filled(inside, tensors, device) for key, inside in value.items()}
-    tensor = tensors[value["tensor"]]
-    return tensor if value["on_host"] else tensor.to(device)
+
+    def is_name(inside: Any) -> bool:
+        return isinstance(inside, Mapping) and inside.keys() == _TENSOR
+
+    def fill(inside: Any) -> Any:
+        if not is_name(inside):
+            return inside
+        tensor = tensors[inside["tensor"]]
+        return tensor if inside["on_host"] else tensor.to(device)
+
+    return tree_map(fill, value, is_leaf=is_name)
 
 
 def optimizer_targets(

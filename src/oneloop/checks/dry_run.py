@@ -16,7 +16,7 @@ from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored
 from oneloop.checks.tolerance import rounding_of
-from oneloop.data.sample_reader import CannotSend, SampleReader
+from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
 from oneloop.data.step_batches import Batch, transferred
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Others, Preflight
@@ -44,7 +44,7 @@ class DryRun:
     job: Job
     run: Run
     root: nn.Module
-    read: SampleReader
+    read: Reader
     values: Values
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
     restoring = restored(run.device, model=model, task=job.task, **_data_sets(job))
-    with SampleReader(samples, workers=workers) as read:
+    with sample_reader(samples, workers=workers) as read:
         try:
             with restoring as values, _task_state_restored(contract), eager:
                 dry = DryRun(contract, job, run, model, read, values)

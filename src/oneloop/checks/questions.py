@@ -11,7 +11,7 @@ from oneloop.checks.passes import Pass, changed, whole_parameters
 from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import changes, state_hashes
 from oneloop.checks.tolerance import near
-from oneloop.data.sample_checksums import IN_PLACE
+from oneloop.data.fingerprint import IN_PLACE
 from oneloop.job.preflight_result import drawing
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units

@@ -19,6 +19,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from oneloop.basics.content_hash import content_hashes
+from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import key
 from oneloop.basics.tensors import restored_buffers
@@ -34,7 +36,6 @@ from oneloop.checks.reports import (
 from oneloop.checks.samples import copied
 from oneloop.checks.state import Values, changes, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
-from oneloop.data.sample_checksums import entry_checksums
 from oneloop.data.seeded_samples import SeededSamples, StepPlaces
 from oneloop.data.step_batches import Batch, Group, loader, to_device
 from oneloop.job.build import Job
@@ -155,9 +156,9 @@ class Checks:
         # What this rank trains on, and the same samples loaded again.
         delivered = [next(group.batches) for _ in range(micro + 1)]
         group.batches = chain(delivered, group.batches)
-        trained = entry_checksums(delivered[-1])
+        trained = content_hashes(delivered[-1])
         batch = self._load(place)
-        self._loaded = None if self._reported else (place, entry_checksums(batch))
+        self._loaded = None if self._reported else (place, content_hashes(batch))
 
         # All ranks judge the same reports, so that all of them raise the same error.
         try:
@@ -241,9 +242,8 @@ class Checks:
     def _load_once_more(self, number: int, place: Place, before: dict[str, str]) -> None:
         """Load the samples of the last repeat once more: a data set may follow a counter."""
         self._loaded = None
-        after = entry_checksums(self._load(place))
-        differ = [name for name in before if after.get(name) != before[name]]
-        for rank, names in enumerate(self._run.gathered(differ)):
+        after = content_hashes(self._load(place))
+        for rank, names in enumerate(self._run.gathered([*differences(before, after)])):
             if names and not self._reported:
                 self._report(number, other_samples(rank, names[0], "it has loaded before"))
 
@@ -270,7 +270,7 @@ class Checks:
         finally:
             self._units.forget()
         found = [f"{change} in a forward" for change in changes(before, after)] + since
-        samples = entry_checksums(batch)
+        samples = content_hashes(batch)
         return Report(samples, trained, found, attributes, shared, (first, second))
 
     def _changed_since(self) -> list[str]:

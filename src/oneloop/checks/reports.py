@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from oneloop.basics.differences import differences
 from oneloop.checks.passes import Measure, Pass
 
 _LOSS = ""  # its name among those of gradients
@@ -30,9 +31,8 @@ def samples_differ(reports: Sequence[Report], chosen: int) -> str:
     """
     trained = reports[chosen].trained
     for rank, report in enumerate(reports):
-        for name in trained:
-            if report.samples.get(name) != trained[name]:
-                return other_samples(rank, name, f"rank {chosen} trains on")
+        for name in differences(trained, report.samples):
+            return other_samples(rank, name, f"rank {chosen} trains on")
     return ""
 
 

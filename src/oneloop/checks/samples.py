@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from oneloop.basics.content_hash import content_hash
 from oneloop.basics.seeds import has_drawn, random_states, reseed
-from oneloop.data.sample_checksums import checksum, fault
+from oneloop.data.fingerprint import fault
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
@@ -88,14 +89,14 @@ class TrialSamples:
             return len(first.loads[0]), f"{of} {first.wrong}" if first.wrong else ""
         samples = [first.loads[load][number] for number in numbers]
         given = copied([sample for _, sample in samples])
-        content = checksum(given)
+        content = content_hash(given)
 
         # Collate with generators that are seeded.
         reseed(self._device, self._seed, seed, others=True)
         before = random_states(self._device)
         collated = first.contract.collated(given)
         draws = has_drawn(before, self._device)
-        if first.stored and checksum(given) != content:
+        if first.stored and content_hash(given) != content:
             first.wrong = first.wrong or BY_COLLATE
         batch = self._collate.completed(collated, [index for index, _ in samples])
         weight = first.contract.weight(batch, samples=len(samples), trained=name == TRAINED)
@@ -107,7 +108,7 @@ class TrialSamples:
         keyed = SeededSamples(into.dataset, seed=self._seed)
         first = theirs(self._task, member, lambda: keyed.good(into.places))
         kept = copied(first)
-        content = checksum(first)
+        content = content_hash(first)
         again = theirs(self._task, member, lambda: keyed.good(into.places))
         into.loads = [kept, copied(again)]
         into.wrong = fault(content, first, again)

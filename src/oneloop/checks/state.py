@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.content_hash import content_hash, is_strided
+from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import restored_generators
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
-from oneloop.data.sample_checksums import checksum
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
@@ -97,15 +98,13 @@ def state_hashes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[s
 def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """Return how two results of :func:`state_hashes` differ: "buffer queue has changed", ….
 
+    So it does if it was registered or removed.
+
     Args:
         before: the earlier ones.
         after: the later ones.
     """
-    found = []
-    for name, number in after.items():
-        if before.get(name) != number:
-            found.append(f"{name} has changed" if name in before else f"{name} was registered")
-    return found + [f"{name} was removed" for name in before if name not in after]
+    return [f"{name} has changed" for name in differences(before, after)]
 
 
 @contextmanager
@@ -187,9 +186,7 @@ class Values:
             before = _digest(value.before)
             now = _digest(value.get())
             if isinstance(now, dict):
-                for key in {**before, **now}:
-                    if before.get(key) != now.get(key):
-                        names.append(_inner_name(value.name, key))
+                names += [_inner_name(value.name, key) for key in differences(before, now)]
             elif before != now:
                 names.append(value.name)
         return names
@@ -215,7 +212,9 @@ class Values:
 
         # Tensors, arrays and generators of random numbers.
         if isinstance(value, Tensor):
-            if id(value) in self._copied or (_is_strided(value) and self._fits(value)):
+            if id(value) in self._copied or (
+                type(value) is Tensor and is_strided(value) and self._fits(value)
+            ):
                 self._keep(name, lambda: local(value.detach()).clone(), _setter(value))
         elif isinstance(value, np.ndarray):
             if value.flags.writeable and not value.dtype.hasobject and self._fits(value):
@@ -243,12 +242,6 @@ class Values:
         """Return whether to copy a tensor or an array that is not of the model."""
         self._left -= value.nbytes
         return self._left >= 0
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    """Return whether elements can be read and written: a plain tensor, not sparse or fake."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided
-    return plain and tensor.device.type != "meta"
 
 
 def _inner_name(name: str, key: Any) -> str:
@@ -317,7 +310,7 @@ def _digest(content: Any) -> Any:
         return {key: _element(value) for key, value in content.items()}
     if isinstance(content, _CONTAINERS):
         return [*map(_element, content)]
-    return checksum([content])
+    return content_hash(content)
 
 
 def _element(value: Any) -> Any:

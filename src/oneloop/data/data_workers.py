@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from multiprocessing.queues import Queue
 from typing import TypeVar
 
@@ -56,7 +56,7 @@ def end_workers(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
+def from_workers(loading: Iterable[Loaded]) -> Generator[Loaded]:
     """Yield what the workers load.
 
     Raise RuntimeError if one has exited, however torch reports that, and BadInput if the system

@@ -15,10 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-
-_IGNORE = -100  # label of a token that is not predicted
 
 
 class DrawnSamples:
@@ -59,33 +55,11 @@ class DrawnSamples:
         Raises:
             ValueError: how to pad an entry is unknown.
         """
-        tokenizer = self.collator.tokenizer
-        padding = {
-            "input_ids": tokenizer.pad_token_id,
-            "token_type_ids": getattr(tokenizer, "pad_token_type_id", 0),
-            "attention_mask": 0,
-            "special_tokens_mask": 1,
-            "labels": _IGNORE,
-        }
-        batch = {}
-        for name in samples[0]:
-            values = [sample[name] for sample in samples]
-            if values[0].ndim == 0:
-                batch[name] = torch.stack(values)
-            elif values[0].ndim == 1 and name in padding:
-                batch[name] = pad_sequence(values, True, float(padding[name]))
-            else:
-                raise ValueError(
-                    f"{name!r} of shape {tuple(values[0].shape)} cannot be padded; known: "
-                    f"{', '.join(padding)}"
-                )
-        return self._to_multiple(batch, padding)
+        # transformers pads what a tokenizer returns, and labels.
+        from transformers import DataCollatorForTokenClassification
 
-    def _to_multiple(self, batch: dict[str, Tensor], padding: dict[str, int]) -> dict[str, Tensor]:
-        """Pad the batch to a multiple of the collator's ``pad_to_multiple_of``."""
-        multiple = getattr(self.collator, "pad_to_multiple_of", None) or 1
-        for name, values in [*batch.items()]:
-            missing = -values.shape[-1] % multiple if values.ndim == 2 else 0
-            if missing:
-                batch[name] = pad(values, (0, missing), value=padding[name])
-        return batch
+        multiple = getattr(self.collator, "pad_to_multiple_of", None)
+        padding = DataCollatorForTokenClassification(
+            self.collator.tokenizer, pad_to_multiple_of=multiple
+        )
+        return dict(padding([*samples]))

@@ -1,85 +1,81 @@
-"""Fingerprints: what identifies data, a model or code, as hashes and texts by name.
+"""What identifies a data set: its own fingerprint, or a hash of some of its samples."""
 
->>> differences({"samples": 64, "files": {"a.csv": "b5…"}}, {"samples": 60, "files": {}})
-['samples: 64 -> 60', 'files, a.csv is missing']
-"""
-
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from xxhash import xxh3_64_hexdigest
+from oneloop.basics.content_hash import content_hash
+from oneloop.basics.differences import Texts, texts
+from oneloop.data.sample_reader import sample_reader
+from oneloop.data.seeded_samples import SeededSamples
 
-_LISTED = 5  # at most this many differences are listed
-_ABSENT = "missing"
+SAMPLES = 16  # samples of each data set that are compared
+TWICE = 4  # of them are read twice
+SAMPLED = f"hash of {SAMPLES} samples"  # of a data set without a fingerprint
+
+IN_PLACE = "changes what it stores when a sample is read"
+OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
 
 
-def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
-    """Return the result of a data set's ``fingerprint()`` as a dict; None if it has none."""
+def fingerprint_of(dataset: Any) -> Mapping[str, Any] | None:
+    """Return the result of a data set's ``fingerprint()`` by name; None if it has none."""
     method = getattr(dataset, "fingerprint", None)
     fingerprint = method() if callable(method) else None
-    if fingerprint is None:
-        return None
-    if isinstance(fingerprint, Mapping):
-        return dict(fingerprint)
-    return {"fingerprint": str(fingerprint)}
+    if fingerprint is None or isinstance(fingerprint, Mapping):
+        return fingerprint
+    return {"fingerprint": fingerprint}
 
 
-def content_checksum(described: Any) -> str:
-    """Return a hash of a fingerprint, or of its entry ``files``."""
-    return xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
+def content_of(
+    dataset: Any,
+    *,
+    seed: int,
+    workers: int,
+    call: Callable[[Callable[[], Any]], Any] = lambda function: function(),
+) -> tuple[Texts, str]:
+    """Return what identifies a data set: its fingerprint, or a hash of some samples.
 
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per difference between two fingerprints. None is unknown, and equals all.
-
-    Args:
-        before: the recorded fingerprint.
-        now: the current one.
-    """
-    lines = []
-    for name, old, new in _different(before, now):
-        if old is _ABSENT:
-            lines.append(f"{name} is new")
-        elif new is _ABSENT:
-            lines.append(f"{name} is missing")
-        else:
-            lines.append(f"{name}: {old} -> {new}")
-    more = len(lines) - _LISTED
-    return lines if more < 1 else [*lines[:_LISTED], f"{more} more differences"]
-
-
-def rank_difference(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Return how the fingerprint of a rank differs from that of rank 0; empty if none does.
+    The hash is unknown (None) if these samples differ each time.
 
     Args:
-        reports: fingerprints by rank.
+        dataset: map-style.
+        seed: of the samples' random numbers.
+        workers: of the run; if there are any, one reads the samples.
+        call: calls a function that runs the data set's code, there.
+
+    Returns:
+        The texts, and what is wrong with the samples.
     """
-    for rank, report in enumerate(reports):
-        for name, first, other in _different(reports[0], report):
-            return f"{name} is {first} on rank 0, and {other} on rank {rank}"
-    return ""
+    wrong = ""
+    content = call(partial(fingerprint_of, dataset))
+    if content is None:
+        read = partial(call, partial(sample_checksum, seed, dataset))
+        with sample_reader(read, workers=workers) as run:
+            checksum, wrong = run()
+        content = {SAMPLED: None if wrong else checksum}
+    return texts({"samples": len(dataset), **content}), wrong
 
 
-def _different(
-    before: Mapping[str, Any],
-    now: Mapping[str, Any],
-) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each entry that differs."""
-    old = _flat(before)
-    new = _flat(now)
-    for name in {**old, **new}:
-        pair = old.get(name, _ABSENT), new.get(name, _ABSENT)
-        if None not in pair and pair[0] != pair[1]:
-            yield name, *pair
+def sample_checksum(seed: int, dataset: Any) -> tuple[str, str]:
+    """Return a checksum of evenly spaced samples, and what is wrong with them, as :func:`fault`."""
+    keyed = SeededSamples(dataset, seed=seed)
+    indices = sorted({number * len(dataset) // SAMPLES for number in range(SAMPLES)})
+    samples = keyed.good([(0, index) for index in indices])
+    first = samples[:TWICE]
+    checksum = content_hash(samples)
+    before = content_hash(first)
+    again = keyed.good([(0, index) for index, _ in first])
+    return checksum, fault(before, first, again)
 
 
-def _flat(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of nested dicts by their names: {"a": {"b": 1}} as {"a, b": 1}."""
-    flat: dict[str, Any] = {}
-    for name, value in described.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}, {inner}": inside for inner, inside in _flat(value).items()}
-        else:
-            flat[name] = value
-    return flat
+def fault(before: str, first: Any, again: Any) -> str:
+    """Return what is wrong with a data set that loaded some samples twice; empty: nothing.
+
+    Args:
+        before: hash of the first load, from before the second one.
+        first: what the first load returned; it may share memory with the data set.
+        again: what the second load returned.
+    """
+    if content_hash(first) != before:
+        return IN_PLACE
+    return OTHER if content_hash(again) != before else ""

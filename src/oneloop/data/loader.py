@@ -20,9 +20,12 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from oneloop.basics.differences import Texts, differences, listed
 from oneloop.basics.exact_sums import rounded_sum
-from oneloop.basics.seeds import with_own_generators
+from oneloop.basics.seeds import own_generators, with_own_generators
+from oneloop.basics.untrusted import damaged
 from oneloop.data.current_group import CurrentGroup
+from oneloop.data.fingerprint import content_of
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
     check_dataset,
@@ -35,9 +38,10 @@ from oneloop.data.loader_arguments import (
     place_of,
     workers_of,
 )
-from oneloop.data.loader_identity import Identity
-from oneloop.data.order import checked_order
+from oneloop.data.order import checked_order, order_hash
 from oneloop.data.step_batches import Group, groups
+
+_ORDER = "order of the samples (shuffle, or order() of the data set)"
 
 
 class Loader:
@@ -112,6 +116,7 @@ class Loader:
     ) -> None:
         check_dataset("Loader", dataset)
         self.dataset = dataset
+        self._length = len(dataset)
         self.batch_size = batch_size
         self.seed = seed
 
@@ -140,10 +145,15 @@ class Loader:
             self._group = group_of(ranks)
 
         # All ranks must have the same data, and the same samples each time.
-        self._identity = Identity(
-            dataset, self._order, seed=seed, batch_size=batch_size, workers=self._workers
-        )
-        check_ranks(ranks, self._identity.of_rank(), self._device)
+        with own_generators():
+            content, wrong = content_of(dataset, seed=seed, workers=self._workers)
+        if wrong:
+            raise ValueError(
+                f"the data set {wrong}; return copies of what it stores, and draw random numbers "
+                "from torch's, Python's or numpy's global generator"
+            )
+        self._content = {"seed": str(seed), "batch size": str(batch_size), **content}
+        check_ranks(ranks, self._identity(0), self._device)
 
         # Where the loop is.
         self._finished = 0  # groups
@@ -293,8 +303,13 @@ class Loader:
         """
         self._current.reject_state()
         position = self.position
-        order = self._identity.order_hash(position)
-        return {"position": position, "order": order, **self._identity.values()}
+        return {"position": position, "identity": self._identity(position)}
+
+    def _identity(self, position: int) -> Texts:
+        """Return what a state must agree with: seed, batch size, data, and order at a position."""
+        start = position * self.batch_size
+        order = order_hash(self._order, self._length, self.batch_size, position=start)
+        return {**self._content, _ORDER: order}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the groups that this state counts; in a loop, from its next group on.
@@ -313,9 +328,14 @@ class Loader:
             RuntimeError: a group has begun, and its last batch is not used.
         """
         self._current.reject_inside("a loaded state")
-        self._identity.check(state)
-        check_position(state["position"], self.batch_size)
-        self._identity.check_order(state)
+        with damaged("the state of a Loader"):
+            check_position(state["position"], self.batch_size)
+            lines = differences(state["identity"], self._identity(state["position"]))
+        if lines:
+            raise ValueError(
+                f"the state is of another Loader ({listed(lines)}): its steps have other samples; "
+                "use its arguments and its data set, or begin without this state"
+            )
 
 
 def _with_total(ranks: int, number: int, group: Group, sums: Tensor, work: Any) -> Group:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch.utils.data import IterableDataset
 
+from oneloop.basics.differences import differences, listed
 from oneloop.basics.launcher import local_ranks
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.system.processes import usable_cores
@@ -15,7 +16,6 @@ from oneloop.basics.tensors import host_group
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.current_group import requested_steps
 from oneloop.data.data_workers import workers_here
-from oneloop.data.fingerprint import rank_difference
 
 _MOST = 1 << 62  # samples: positions are 64-bit integers
 
@@ -142,16 +142,18 @@ def check_ranks(ranks: int, own: Mapping[str, Any], device: torch.device) -> Non
     """
     if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
         return
-    found: list[Any] = [None] * ranks
+    reports: list[Any] = [None] * ranks
     # NCCL sends objects from the current device, which must differ on each rank.
     with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
-        dist.all_gather_object(found, own)
-    different = rank_difference(found)
-    if different:
-        raise ValueError(
-            f"the Loaders of the ranks differ: the {different}; give all ranks the same seed, "
-            "batch size and data set (shuffle or divide data with one seed)"
-        )
+        dist.all_gather_object(reports, own)
+    for rank, report in enumerate(reports):
+        lines = differences(reports[0], report)
+        if lines:
+            raise ValueError(
+                f"the Loaders of the ranks differ (rank 0 -> rank {rank}): {listed(lines)}; give "
+                "all ranks the same seed, batch size and data set (shuffle or divide data with one "
+                "seed)"
+            )
 
 
 def group_of(ranks: int) -> Any:

@@ -1,7 +1,7 @@
 """Build a job from a recipe and check it, before anything is written."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
+from oneloop.basics.differences import Texts
 from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
@@ -107,6 +108,8 @@ class Job:
     rate: LearningRate
     upward: bool  # whether a larger value of the eval.best metric is better
     no_noise_scale: str | None  # why the noise scale cannot be measured; None: it can
+    # what identifies recipe, code, model and data, once a run has prepared them
+    inputs: Texts = field(default_factory=dict)
 
     @property
     def model(self) -> nn.Module:

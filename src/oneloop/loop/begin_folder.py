@@ -1,8 +1,5 @@
 """Write what a run's folder holds from its start on: the recipe and environment.json."""
 
-from typing import Any
-
-from oneloop.data.fingerprint import fingerprint_of
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.loop.training_state import State
@@ -15,19 +12,12 @@ def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, 
     """Write the recipe and environment.json; return the times of all starts."""
     recipe = job.recipe
 
-    # Name the data by content, where it is known.
-    data: dict[str, Any] = {}
-    for name, part in job.sets.items():
-        content = fingerprint_of(part)
-        if content:
-            data[name] = content
-
     # Describe the run. Keys that do not apply are left out of the file.
     about = environment(
         command=[*run.command],
         device=str(run.device),
         processes=run.ranks,
-        data=data,
+        inputs=job.inputs,
         eval_micro=recipe.eval.micro or job.layout.each,
     )
     file = source("task", recipe.task.name)

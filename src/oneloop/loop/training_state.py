@@ -20,7 +20,7 @@ from oneloop.loop.counters import Best, Counters, Results
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.run.compatibility import InputCheck, inputs_of
+from oneloop.run.compatibility import InputCheck
 from oneloop.run.final_weights import TASK
 from oneloop.task_protocol.protocol import Progress
 
@@ -79,19 +79,7 @@ class State(RunState):
         if run.ranks == 1 and not recipe.mirror:
             run.closing.callback(self.checkpoints.close)
 
-        # Fingerprint data and model on rank 0, which loads samples and may fail.
-        inputs: dict[str, Any] = {}
-        with run.setting_up():
-            if run.main:
-                inputs = inputs_of(job, run, optimizer)
-        same = InputCheck(
-            run.from_main(inputs),
-            accept_changes=recipe.run.accept_changes,
-            same_recipe=recipe.run.resume in ("auto", "never"),
-            order_hash=job.order_hash,
-            position=lambda: self.count.position,
-            say=run.display.say,
-        )
+        same = InputCheck(job, self.count, run.display.say)
 
         # Name the components. A resume restores them in this order.
         parts: dict[str, Any] = {

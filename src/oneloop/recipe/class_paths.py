@@ -311,21 +311,6 @@ def path_of(chosen: Any) -> str:
     return f"{file}:{name}" if file else f"{module}.{name}"
 
 
-def same_object(old: str, new: str) -> bool:
-    """Return whether two names may mean the same object.
-
-    ``my_task.py:T``, in any folder, and ``my_task.T`` may.
-    """
-    if ":" in old or ":" in new:
-        return _last_two(old) == _last_two(new)
-    return old == new
-
-
-def _last_two(name: str) -> list[str]:
-    file, _, attribute = name.rpartition(":")
-    return [Path(file).stem, attribute] if file else name.split(".")[-2:]
-
-
 def from_there(name: str, recorded: Path) -> str:
     """Return a name by which :func:`resolve` finds a class of an earlier run.
 

@@ -1,11 +1,12 @@
-"""Compare the training configuration of two recipes, as a resume does."""
+"""The training configuration of a recipe, as one flat dict that a resume compares."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from oneloop.basics.differences import Texts
 from oneloop.basics.duration import Duration
 from oneloop.basics.files import flattened
-from oneloop.recipe.class_paths import CHOICES, same_object
+from oneloop.recipe.class_paths import CHOICES
 
 _TRAINING_GROUPS = (
     "task",
@@ -21,118 +22,50 @@ _TRAINING_GROUPS = (
 _TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
 _OTHER_KEYS = ("ema.device", "task.store")
 _DATA = "task.data"
+PATH = "path of the data"
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
+_ENDLESS = ("constant", "plateau", "step", "exponential")  # schedules without an end
 
 
-def training_configuration(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a resolved recipe that decide what is trained, as {"group.key": value}."""
-    return {key: value for key, value in flattened(resolved).items() if _is_training_key(key)}
-
-
-def _is_training_key(key: str) -> bool:
+def is_training_key(key: str) -> bool:
+    """Return whether a key of a recipe decides what is trained."""
     group = key.partition(".")[0]
     return key in _TRAINING_KEYS or (group in _TRAINING_GROUPS and key not in _OTHER_KEYS)
 
 
-def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line per key of the training configuration that differs.
+def training_configuration(resolved: Mapping[str, Any]) -> Texts:
+    """Return the keys of a resolved recipe that decide what is trained, with texts.
 
-    The path of the data is not compared.
+    The paths in ``task.data``, which may change, have another name than the shares, names and
+    columns of a mixture.
     """
-    before = training_configuration(old)
-    after = training_configuration(new)
-    lines = []
-    for key in sorted(before.keys() | after.keys()):
-        was = before.get(key)
-        now = after.get(key)
-        if not _same(key, was, now):
-            lines.append(f"{key}: {was!r} -> {now!r}")
-    return lines
-
-
-def _same(key: str, old: Any, new: Any) -> bool:
-    """Return whether two values of a key are equal.
-
-    Equal durations may be written differently (2ep, 2epochs).
-    """
-    # Names and paths may be written in several ways.
-    if key == _DATA:
-        return bool(_without_paths(old) == _without_paths(new))
-    if key in _NAMES:
-        return same_object(str(old), str(new))
-    if key == "ema.ramp" and [old, new] in ([None, 0.05], [0.05, None]):  # null is 0.05
-        return True
-    if old == new or key.startswith("task."):
-        return bool(old == new)
-    if isinstance(old, list) and isinstance(new, list):
-        if len(old) != len(new):
-            return False
-        return all(_same(key, a, b) for a, b in zip(old, new, strict=True))
-
-    # Compare durations. Other values are no durations, and differ.
-    if not isinstance(old, str | int) or not isinstance(new, str | int):
-        return False
-    try:
-        return Duration(old) == Duration(new)
-    except ValueError:
-        return False
+    configuration: Texts = {}
+    for key, value in flattened(resolved).items():
+        # A class may be named in several ways: my_task.py:T in any folder is my_task.T.
+        if key in _NAMES:
+            value = value.rpartition("/")[2].replace(".py:", ".")
+        if key == _DATA:
+            configuration[PATH] = str(value)
+            value = _without_paths(value)
+        if is_training_key(key):
+            configuration[key] = str(value)
+    return configuration
 
 
 def _without_paths(data: Any) -> Any:
-    """Return ``task.data`` without paths: shares, names and columns of a mixture."""
-    if isinstance(data, str):
-        return None
     if not isinstance(data, list):
-        return data
-    kept = []
-    for item in data:
-        if isinstance(item, Mapping):
-            item = {key: value for key, value in item.items() if key != "data"}
-        kept.append(item)
-    return kept
+        return None
+    return [{key: value for key, value in item.items() if key != "data"} for item in data]
 
 
-def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether two resolved recipes have the same ``task.data``, paths included."""
-    return bool(training_configuration(old).get(_DATA) == training_configuration(new).get(_DATA))
-
-
-_ENDLESS = ("constant", "plateau", "step", "exponential")  # schedules without an end
-
-
-def _is_endless(schedule: Mapping[str, Any]) -> bool:
-    """Return whether a schedule (its resolved keys) is the same for runs of any duration."""
-    has_end = schedule["name"] not in _ENDLESS and schedule.get("length") is None
-    return not has_end and not _has_shares(schedule)
-
-
-def _has_shares(group: Mapping[str, Any]) -> bool:
-    """Return whether a duration in this group of keys is a share of the run."""
-    return any("%" in str(value) for value in group.values())
-
-
-def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether only the duration differs, and may be extended.
+def only_extends(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether the duration of one configuration may be extended to that of another.
 
     The new one must be longer, and schedule and EMA must not depend on it.
     """
-    keys = [line.partition(":")[0] for line in difference(old, new)]
-    if keys != ["duration"] or not _is_endless(new["schedule"]):
-        return False
-    if _has_shares(new["ema"]):
-        return False
-    before, after = Duration(old["duration"]), Duration(new["duration"])
-    return before.unit == after.unit and after.amount > before.amount
-
-
-def what_to_do(changed: Sequence[str]) -> str:
-    """Return what a user can do about lines of :func:`difference`."""
-    advice = (
-        "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
-    )
-    if [line.partition(":")[0] for line in changed] == ["duration"]:
-        advice += (
-            ". A longer duration needs no such key if schedule and EMA do not depend on it "
-            "(schedule.name constant)"
-        )
-    return advice
+    has_end = now["schedule.name"] not in _ENDLESS and now.get("schedule.length") == "None"
+    groups = ("schedule.", "ema.")
+    shares = [key for key, text in now.items() if key.startswith(groups) and "%" in text]
+    old = Duration(before["duration"])
+    new = Duration(now["duration"])
+    return not (has_end or shares) and old.unit == new.unit and new.amount > old.amount

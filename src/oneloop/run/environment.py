@@ -86,15 +86,11 @@ def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["CUDA"] = str(torch.version.cuda)
         found["cuDNN"] = str(torch.backends.cudnn.version())
-    # A mode has no effect if nothing is compiled.
-    compiled: str = recipe.machine.compile
-    if compiled != "none":
-        compiled = f"{compiled}, {recipe.machine.compile_mode}"
     return {
         "device": _kind(device),
         "versions": found,
         "machine.matmul": recipe.machine.matmul,
-        "machine.compile": compiled,
+        "machine.compile": f"{recipe.machine.compile}, {recipe.machine.compile_mode}",
     }
 
 

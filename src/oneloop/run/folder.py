@@ -13,12 +13,12 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from oneloop.basics.differences import differences, listed
 from oneloop.basics.exit_codes import STOPPED, BadInput
-from oneloop.basics.files import dumps, intact, one_line, printable, replacing, writing
-from oneloop.basics.untrusted import damaged, delete, is_number, read_json, read_yaml
+from oneloop.basics.files import dumps, intact, one_line, printable, replacing, vouched, writing
+from oneloop.basics.untrusted import damaged, delete, is_number, read_json
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
-from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.show.metrics_file import parsed
 
@@ -31,6 +31,11 @@ _BEFORE_RECIPE = {
 """files of a run that was killed before it wrote its recipe"""
 
 _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
+
+_LONGER = (
+    ". A longer duration needs no such key if schedule and EMA do not depend on it (schedule.name "
+    "constant)"
+)
 
 
 class Folder:
@@ -50,6 +55,7 @@ class Folder:
         self.say = say
         self._name = name or f"run.dir {path}"
         self.finished: dict[str, Any] = {}  # the summary, if it holds this run, finished
+        self.edited = False  # whether the source of the task was another one
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
@@ -57,12 +63,12 @@ class Folder:
         self._store = Store(path / "checkpoints")
 
     def inspect(
-        self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
+        self, inputs: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
         """Check the folder without changing it.
 
         Args:
-            resolved: the recipe of this run.
+            inputs: what is trained, by :func:`oneloop.run.compatibility.recipe_inputs`.
             resume: the key run.resume.
             accept_changes: allow the run of another recipe.
 
@@ -72,14 +78,14 @@ class Folder:
         if resume not in ("auto", "never"):
             reject_resume_path(resume)
         try:
-            return self._inspected(resolved, resume, accept_changes)
+            return self._inspected(inputs, resume, accept_changes)
         except OSError as error:
             raise BadInput(
                 f"{self._name} cannot be used: {error.strerror}; choose another run.dir"
             ) from error
 
     def _inspected(
-        self, resolved: Mapping[str, Any], resume: str, accept_changes: bool
+        self, inputs: Mapping[str, Any], resume: str, accept_changes: bool
     ) -> str | None:
         # Is it a run folder that nobody uses?
         if not self.path.exists():
@@ -106,35 +112,28 @@ class Folder:
             )
         if not saved:
             return None
-        old = self._recipe()
-        if old is None:
-            return None
-        from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
+        from oneloop.run.compatibility import SOURCE, input_differences
 
-        # Is it a run of this recipe? The user may have edited recipe.yaml.
-        with damaged(f"{self.path}/recipe.yaml"):
-            changed = difference(old, resolved)
-            extends = only_extends(old, resolved)
-        if changed:
-            kept = self._saved_recipe()
-            if kept and not difference(kept, resolved):
-                self.say(
-                    f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
-                    "checkpoint's recipe"
-                )
-                old = kept
-                changed = []
-        if changed and not accept_changes and not extends:
+        # Is it a run of this recipe?
+        record = self._read("environment.json", _vouched)
+        if record is None:
+            return None
+        with damaged(f"{self.path}/environment.json"):
+            before = record["inputs"]
+            now = {**before, **inputs}
+            changed = input_differences(before, now)
+            is_same = not differences(before, now).keys() - {SOURCE}
+        self.edited = changed.pop(SOURCE, None) is not None
+        if changed and not accept_changes:
             raise BadInput(
-                f"{self._name} holds a run of another recipe ({'; '.join(changed)}); "
-                f"{what_to_do(changed)}"
+                f"{self._name} holds a run of another recipe ({listed(changed)}); "
+                "choose another run.dir, use the same recipe, or continue with "
+                f"--run.accept_changes true{_LONGER if 'duration' in changed else ''}"
             )
 
         # Is it finished, with intact final weights?
-        ended = self._read("summary.json", _summary)
-        if not ended or ended.get("exit_code") != 0:
-            return None
-        if changed or not same_data_path(old, resolved):
+        ended = self._read("summary.json", _vouched)
+        if not is_same or not ended or ended.get("exit_code") != 0:
             return None
         if not str(ended.get("exit_reason", "")).startswith(("done", "early stop")):
             return None
@@ -145,10 +144,15 @@ class Folder:
                 self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
                 return None
         self.finished = {name: value for name, value in ended.items() if name != "checksum"}
-        return (
+        message = (
             f"{self._name.rpartition(' ')[2]} holds this run, finished at step "
             f"{ended.get('step')}: nothing to do"
         )
+        if self.edited:
+            message += (
+                "; the source of its task has changed since: choose another run.dir to train it"
+            )
+        return message
 
     def _holds_no_run(self) -> bool:
         """Return whether there are files, and not those of a run."""
@@ -169,19 +173,6 @@ class Folder:
         except (OSError, ValueError) as error:
             self.say(f"{file} is damaged ({error}); rewriting it")
             return None
-
-    def _recipe(self) -> dict[str, Any] | None:
-        """Return the recipe of the run in the folder, else that of its newest checkpoint."""
-        return self._read("recipe.yaml", _resolved) or self._saved_recipe()
-
-    def _saved_recipe(self) -> dict[str, Any] | None:
-        """Return the recipe in the newest intact checkpoint."""
-        for path, wrong in self._store.newest_good():
-            if wrong:
-                continue
-            with suppress(ValueError), damaged(path):
-                return dict(read_state(path)["identity"]["recipe"])
-        return None
 
     def _in_use(self) -> bool:
         if not (self.path / ".lock").exists():
@@ -225,7 +216,7 @@ class Folder:
     def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
         """Write the resolved recipe (YAML) and the environment, before the first step."""
         with self._writing():
-            self.write_json("environment.json", environment)
+            self.write_json("environment.json", vouched(environment))
             self.write("recipe.yaml", recipe)
             delete(self.path / "summary.json", inside=self.path)
         self.begun = True
@@ -254,7 +245,7 @@ class Folder:
                 times = [line["time"] for line in parsed(file) if is_number(line.get("time"))]
                 last = max(times, default=0.0)
                 old["repeated"] += max(0.0, last - max(seconds, old["before"]))
-        ended = self._read("summary.json", _summary) or {}
+        ended = self._read("summary.json", _vouched) or {}
         old["stops"] = old.get("stops", 0) + (ended.get("exit_code") == STOPPED)
         return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
 
@@ -338,20 +329,13 @@ class Folder:
         self.write(name, dumps(content, indent=2) + "\n")
 
 
-def _resolved(file: Path) -> dict[str, Any]:
-    groups = read_yaml(file)
-    if not all(isinstance(groups[name], dict) for name in _GROUPS):
-        raise ValueError(f"it does not have the groups {', '.join(_GROUPS)}")
-    return groups
-
-
 def _starts(file: Path, *, like: Mapping[str, float]) -> dict[str, float]:
     """Return the times of the starts in environment.json, with the types of others."""
     starts = read_json(file).get("starts", {})
     return {name: type(value)(starts[name]) for name, value in like.items() if starts}
 
 
-def _summary(file: Path) -> dict[str, Any]:
+def _vouched(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = read_json(file)
     if not intact(content):
         raise ValueError("its checksum differs")

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from oneloop.basics.differences import differences, listed
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.progress import Working
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.state_dict import model_tensors
-from oneloop.data.fingerprint import differences
 from oneloop.evaluation import evaluating
 from oneloop.frozen.listing import free_bytes, in_bucket, local_root
 from oneloop.frozen.outputs import FrozenModel, FrozenOutputs
@@ -227,7 +227,7 @@ def _check_space(passes: Sequence["_Pass"], frozen: FrozenModel, run: Run) -> No
         for one in passes if run.main else ():
             before = one.files.of_other_sources()
             if before is not None and one.bytes == one.files.outputs.bytes:
-                why = "; ".join(differences(before, one.files.parts["sources"]))
+                why = listed(differences(before, one.files.parts["sources"]))
                 run.display.say(
                     f"{frozen.role}: its outputs are computed again, because the stored ones are "
                     f"of other code ({why})"

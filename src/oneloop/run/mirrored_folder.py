@@ -48,12 +48,12 @@ class MirroredFolder(Folder):
         self._failed = False  # whether an upload has failed
 
     def inspect(
-        self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
+        self, inputs: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
         """:meth:`Folder.inspect`, of the folder and of its mirror.
 
         The run is finished only if the mirror is, too."""
-        super().inspect(resolved, resume=resume, accept_changes=accept_changes)
+        super().inspect(inputs, resume=resume, accept_changes=accept_changes)
         self.finished = {}
         with self._announced(), readable(self._address, self.path):
             # Is it the mirror of a run?
@@ -79,7 +79,7 @@ class MirroredFolder(Folder):
                 fetch_files(bucket, there.path)
                 for folder in saved:
                     (there.path / folder).mkdir(parents=True)
-                found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
+                found = there.inspect(inputs, resume=resume, accept_changes=accept_changes)
         self.finished = there.finished
         if not found:
             return found

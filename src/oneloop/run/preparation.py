@@ -1,13 +1,15 @@
 """Prepare a run: look at its folder, then build and check its job, before anything is written."""
 
+from dataclasses import replace
+
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import required
 from oneloop.job.build import Job, build_job
 from oneloop.launch.processes import Run
 from oneloop.machine.torch_settings import float32_products
 from oneloop.recipe.schema import Recipe
+from oneloop.run.compatibility import inputs_of, recipe_inputs
 from oneloop.run.folder import Folder
-from oneloop.run.source_code import another_file, source_changed
 
 
 def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
@@ -30,25 +32,15 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
     with run.setting_up():
         if run.main:
             finished = folder.inspect(
-                recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes
+                recipe_inputs(recipe),
+                resume=recipe.run.resume,
+                accept_changes=recipe.run.accept_changes,
             )
-            if not recipe.run.accept_changes:
-                other = another_file(recipe, folder.path)
-                if other:
-                    raise BadInput(
-                        f"run.dir {folder.path} {other}; choose another run.dir, or "
-                        "--run.accept_changes true"
-                    )
-
-    # Return if it is finished. From Python, that would be the result of another class if the source
-    # of the task has changed.
+            # From Python, the result would be that of another class.
+            if finished and folder.edited and not cli:
+                raise BadInput(finished)
     finished = run.from_main(finished)
     if finished:
-        other = source_changed(recipe, folder.path)
-        if other and not cli:
-            raise BadInput(f"{finished.partition(':')[0]}, and {other}")
-        if other:
-            finished = f"{finished}; {other}"
         run.display.say(finished)
         return None
 
@@ -65,6 +57,7 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
         job = build_job(
             recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
         )
+        job = replace(job, inputs=inputs_of(job, run))
     if run.ranks > 1:
         from oneloop.run.same_on_ranks import reject_other_jobs
 

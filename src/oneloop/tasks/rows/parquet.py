@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.fingerprint import content_checksum
+from oneloop.basics.content_hash import content_hash
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
@@ -344,7 +344,7 @@ class Parquet:
             **self._footers,
             **self._chosen,
         }
-        files = None if self.remote else content_checksum(self.content.get("files"))
+        files = None if self.remote else content_hash(self.content.get("files"))
         return {**made, "content of the files": files}
 
     def cache_key(self) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The recipe and the task that a run has recorded, and whose code it would run."""
+"""The recipe, the task and the data that a run has recorded, and whose code it would run."""
 
 import sys
 from pathlib import Path
 from typing import Any
 
+from oneloop.basics.differences import differences, listed
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.untrusted import damaged, read_json
@@ -11,6 +12,8 @@ from oneloop.launch.before_imports import is_main
 from oneloop.recipe.class_paths import CHOICES, from_there, source
 from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
+from oneloop.run.compatibility import data_inputs
+from oneloop.task_protocol.protocol import Task
 from oneloop.tools.after_training.command import recipe_file
 
 
@@ -71,6 +74,27 @@ def recorded_by(run: Path) -> dict[str, Any]:
         with damaged("environment.json"):
             about: dict[str, Any] = read_json(run / "environment.json")
             recorded = dict(about.get("recorded") or {})
+            about["inputs"] = dict(about.get("inputs") or {})
             return about | {"recorded": recorded and {**recorded, "task": str(recorded["task"])}}
     except (OSError, ValueError):
         return {}
+
+
+def reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
+    """Raise ValueError if the data is not that of the training.
+
+    Its classes and its validation split could differ."""
+    inputs = recorded_by(run).get("inputs", {})
+    before = {name: text for name, text in inputs.items() if " set, " in name}
+    if not before:
+        if is_main():
+            line = f"{run}: its environment.json does not name its data, which is not compared"
+            print(printable(line), file=sys.stderr)
+        return
+    sets = {"train": task.train_set(), **task.eval_sets()}
+    changed = differences(before, data_inputs(task, sets, seed=recipe.seed))
+    if changed:
+        raise ValueError(
+            f"{run} was trained with other data: {listed(changed)}; restore it, or set "
+            "--accept_changes (classes and held-out rows may differ)"
+        )

@@ -19,8 +19,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.final_weights import load_task_state, reject_other_origin
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
-from oneloop.tools.after_training.recorded_task import recorded_by
-from oneloop.tools.after_training.same_data import reject_changed_data
+from oneloop.tools.after_training.recorded_task import recorded_by, reject_changed_data
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _KINDS = {
 }
 """the hub's task names (pipeline tags) by oneloop's"""
 _LIBRARIES = ("oneloop", "torch", "transformers", "peft")  # whose versions a card names
+_ROWS = 20  # of the table of data, at most
 _RECIPE_KEYS = ("seed", "duration")  # keys of the recipe that a card shows, before the groups
 _RECIPE_GROUPS = ("task", "batch", "optimizer", "schedule")
 _NEW_ENCODERS = ("bytes", "bpe")  # values of task.model that name no base model
@@ -212,13 +213,12 @@ def _results(metrics: Mapping[str, float]) -> str:
 
 
 def _content(trained: _Trained) -> str:
-    """Return a table of the data's fingerprints and of the base model."""
+    """Return a table of what identifies the data, and of the base model."""
     rows = []
-    for split, fingerprint in trained.record.environment.get("data", {}).items():
-        if isinstance(fingerprint, Mapping):
-            shown = dict(fingerprint)
-            shown.pop("made by", None)  # long, and the same for every split
-            rows.append(f"| data, {split} | {_details(shown)} |")
+    inputs = dict(trained.record.environment.get("inputs", {}))
+    data = [(name, text) for name, text in inputs.items() if " set, " in name]
+    for name, text in data[:_ROWS]:
+        rows.append(f"| {name} | {_short(text)} |")
     if trained.base_details:
         rows.append(f"| base | {_details(trained.base_details)} |")
     elif trained.base:
