@@ -217,7 +217,7 @@ def position_of(made: Loader) -> int:
     return made.position
 
 
-INSIDE = "a state of the Loader with batch_size 24 comes inside step {} .* after batch {} of its {}"
+INSIDE = "a state of the Loader with batch_size 24 comes inside a group, after batch {} of its {}"
 
 
 def test_a_group_counts_once_its_update_was_made():
@@ -229,10 +229,10 @@ def test_a_group_counts_once_its_update_was_made():
         batches = iter(group)
         for number in range(1, 5):
             next(batches)
-            with pytest.raises(RuntimeError, match=INSIDE.format(step, number, 4)):
+            with pytest.raises(RuntimeError, match=INSIDE.format(number, 4)):
                 made.state_dict()
         assert list(batches) == [] and made.position == step - 1
-        with pytest.raises(RuntimeError, match=INSIDE.format(step, 4, 4)):
+        with pytest.raises(RuntimeError, match=INSIDE.format(4, 4)):
             made.state_dict()
         optimizer.step()
         assert position_of(made) == step
@@ -362,7 +362,7 @@ def test_an_optimizer_that_steps_between_the_batches_does_not_count():
         batches = iter(group)
         next(batches)
         optimizer.step()
-        with pytest.raises(RuntimeError, match=INSIDE.format(1, 1, 2)):
+        with pytest.raises(RuntimeError, match=INSIDE.format(1, 2)):
             made.state_dict()
         next(batches)
         assert made.position == 0
@@ -948,7 +948,7 @@ WRONG = [
     (lambda: Loader(DATA, 4, ranks=2), "needs both 0 <= rank < ranks, got rank None and ranks 2"),
     (lambda: Loader(DATA, 4, rank=2, ranks=2), "needs both 0 <= rank < ranks, got rank 2"),
     (lambda: Loader(DATA, 4, rank=0, ranks=2, weight=len), "the weights of 2 processes are summed"),
-    (lambda: Loader(DATA, 4, workers=-1), "workers of a Loader must be auto, 0 or more, got -1"),
+    (lambda: next(iter(Loader(DATA, 4, workers=-1))), "num_workers option should be non-negative"),
     (lambda: Loader(DATA, 4, accelerator=object()), "must be an Accelerator of accelerate"),
     (
         lambda: Loader(DATA, 4, accelerator=Accelerator(cpu=True), rank=0, ranks=1),
@@ -1108,7 +1108,7 @@ def test_groups_that_are_collected_are_not_silently_empty():
     with pytest.raises(RuntimeError, match="or the next group was taken"):
         list(first)
     assert len(list(second)) == 1
-    with pytest.raises(TypeError, match="a Group is not a batch; loop over its batches"):
+    with pytest.raises(TypeError, match="'Group' object is not subscriptable"):
         second["x"]
 
 

@@ -53,8 +53,8 @@ class BatchLayout:
         # Suggest another batch.micro if that is possible: it does not change the results.
         share, rest = divmod(self.size, self.ranks)
         if not rest and not self.grain:
-            divisors = (count for count in range(1, share + 1) if not share % count)
-            fits = min(divisors, key=lambda count: (abs(count - micro), -count))
+            divisors = [count for count in range(1, share + 1) if not share % count]
+            fits = min(reversed(divisors), key=lambda count: abs(count - micro))
             raise ValueError(
                 f"batch.size {self.size} over {self.ranks} ranks is {share} samples each; "
                 f"batch.micro {micro} does not divide this number; nearest: {fits}"

@@ -7,12 +7,8 @@ from accelerate.state import GradientState
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_NEWEST = "oneloop"  # in the settings of Accelerate: the group that has begun last
-_LEFT = (
-    "A group makes one update: use all its batches before that (with Accelerate, each inside "
-    "accumulate), or keep them with batches = list(group). Gradients of a group that was left "
-    "remain: make accelerator, model, optimizer and Loader again, and load a state"
-)
+# in the settings of Accelerate: the ``gradient_accumulation_steps`` before the first group
+_REQUESTED = "requested before oneloop"
 _optimizer_steps = 0  # of this process
 
 
@@ -41,12 +37,10 @@ class CurrentGroup:
         self.accelerator = accelerator
         self.number = number
         self.loader = f"the Loader with batch_size {batch_size}"
-        self.requested = 1  # micro-batches that the user has set in the accelerator
-        self.hand_out(0)
+        self.hand_out()
 
-    def hand_out(self, step: int) -> None:
-        """Make this step (from 1) the current one; 0: none."""
-        self.step = step
+    def hand_out(self) -> None:
+        """Begin with a group of which no batch was used."""
         self.taken = 0  # batches that were used
         self.ended = False  # whether the loop over its batches has ended, and used the last one
 
@@ -75,27 +69,32 @@ class CurrentGroup:
         self.reject_inside("a state")
         if self.taken and not self.counts():
             self._raise(
+                "a state",
                 self.taken,
-                f"a state of {self.loader}",
                 "Save after optimizer.step(). If that may leave out its step, or batches are kept "
                 "in a list, or no optimizer of torch steps: before the batches of the next group "
                 "are used",
             )
 
     def reject_inside(self, event: str) -> None:
-        """Raise RuntimeError if a group of this Loader, or of its accelerator, is not complete.
+        """Raise RuntimeError if the group is not complete, or another one of its accelerator.
 
         Args:
             event: what happens now.
         """
-        newest = self._newest()
-        done = newest.taken
-        # All batches may be handed out at once: accelerate knows whether they are trained.
-        accelerator = self.accelerator
-        if accelerator and done == newest.number and not accelerator.sync_gradients:
-            done = accelerator.step
-        if done % newest.number:
-            newest._raise(done % newest.number, f"{event} of {self.loader}", _LEFT)
+        done = self.taken % self.number
+        # Accelerate knows whether batches are trained that were handed out all at once.
+        if self.accelerator and not self.accelerator.sync_gradients:
+            done = done or self.accelerator.step
+        if done:
+            self._raise(
+                event,
+                done,
+                "A group makes one update: use all its batches before that (with Accelerate, each "
+                "inside accumulate), or keep them with batches = list(group). Gradients of a group "
+                "that was left remain: make accelerator, model, optimizer and Loader again, and "
+                "load a state",
+            )
 
     def reject_other_steps(self) -> None:
         """Raise RuntimeError if Accelerate divides losses by a number unknown to ``factor``."""
@@ -109,13 +108,6 @@ class CurrentGroup:
                 "next one begins, or give both Loaders one number of micro-batches"
             )
 
-    def _newest(self) -> "CurrentGroup":
-        """Return the group that has begun last, of all Loaders of the accelerator."""
-        if not self.accelerator:
-            return self
-        newest: CurrentGroup = self.accelerator.gradient_state.plugin_kwargs.get(_NEWEST, self)
-        return newest
-
     def _begin(self) -> None:
         """Let ``accumulate()`` count the batches of this group, whatever happened before.
 
@@ -125,34 +117,27 @@ class CurrentGroup:
         accelerator = self.accelerator
         if accelerator:
             _reject_schedulers(accelerator)
-            self.reject_inside(f"step {self.step}")
-
-            # Batches that were kept for later would be trained with the number of this group.
-            newest = self._newest()
-            trained = accelerator.step or newest.counts()
-            if newest.taken and newest.number != self.number and not trained:
-                newest._raise(0, f"step {self.step} of {self.loader}", _LEFT)
-
-            self.requested = requested_steps(accelerator)
+            self.reject_inside("a group")
             settings = accelerator.gradient_state.plugin_kwargs
+            settings[_REQUESTED] = requested_steps(accelerator)
             settings["sync_with_dataloader"] = False
             settings["num_steps"] = self.number
-            settings[_NEWEST] = self
             accelerator.step = 0
         self.reject_other_steps()
 
-    def _raise(self, done: int, event: str, advice: str) -> NoReturn:
+    def _raise(self, event: str, done: int, advice: str) -> NoReturn:
+        number = self.accelerator.gradient_accumulation_steps if self.accelerator else self.number
         raise RuntimeError(
-            f"{event} comes inside step {self.step} of {self.loader}, after batch {done} of its "
-            f"{self.number}. {advice}"
+            f"{event} of {self.loader} comes inside a group, after batch {done} of its {number}. "
+            f"{advice}"
         )
 
 
 def requested_steps(accelerator: Accelerator) -> int:
     """Return the ``gradient_accumulation_steps`` that the user has set, not a Loader."""
-    steps: int = accelerator.gradient_accumulation_steps
-    newest = accelerator.gradient_state.plugin_kwargs.get(_NEWEST)
-    return newest.requested if newest and newest.number == steps else steps
+    settings = accelerator.gradient_state.plugin_kwargs
+    steps: int = settings.get(_REQUESTED, accelerator.gradient_accumulation_steps)
+    return steps
 
 
 def _reject_schedulers(accelerator: Accelerator) -> None:

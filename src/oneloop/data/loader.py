@@ -131,8 +131,7 @@ class Loader:
             )
         else:
             self._rank, ranks = place_of(accelerator)
-            on_device = accelerator.device_placement
-            self._device = accelerator.device if on_device else torch.device("cpu")
+            self._device = accelerator.device
         self.layout = layout_of(batch_size, ranks, micro, grain, accelerator)
         self._order = checked_order(dataset, seed=seed, batch=batch_size, shuffle=shuffle)
         self._workers = workers_of(workers, self._device)
@@ -204,7 +203,7 @@ class Loader:
 
     def _go_to(self, position: int) -> None:
         self._finished = position
-        self._current.hand_out(0)
+        self._current.hand_out()
         self._loop = None
 
     def __iter__(self) -> Iterator[Group]:
@@ -220,7 +219,6 @@ class Loader:
                         f"the weight of step {self._finished + 1} is {group.total}, so its mean "
                         "loss is not defined; remove samples without weight, or correct weight"
                     )
-                self._current.hand_out(self._finished + 1)
                 batches = group.batches
                 group.batches = self._counted(batches, loop)
                 yield group
@@ -234,7 +232,7 @@ class Loader:
                     pass
                 group.used = True
                 self._finished += 1
-                self._current.hand_out(0)
+                self._current.hand_out()
 
     def _check_loop(self, loop: object) -> None:
         if self._loop is not loop:

@@ -103,8 +103,7 @@ def layout_of(
         accelerator: of the Loader, if it has one.
     """
     for name, value in {"batch_size": batch_size, "micro": micro, "grain": grain}.items():
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (whole and value > 0):
+        if value is not None and not (isinstance(value, int) and value > 0):
             raise ValueError(f"{name} of a Loader must be a positive integer, got {value!r}")
     if micro and grain and micro != grain:
         raise ValueError(
@@ -168,9 +167,7 @@ def group_of(ranks: int) -> Any:
 
 
 def workers_of(workers: int | str, device: torch.device) -> int:
-    """Return the number of data workers of this process; raise ValueError if it is wrong."""
-    if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
-        raise ValueError(f"workers of a Loader must be auto, 0 or more, got {workers!r}")
+    """Return the number of data workers of this process."""
     cores = usable_cores() // local_ranks()
     return workers_here(workers, device=device, cores=cores)
 

@@ -105,11 +105,9 @@ class SeededSamples(Dataset[Any]):
         except Exception as error:
             if self.reading[self._worker] < 0:  # raised by collate
                 raise
-            raise _kind(error)(self._message(error)) from error
-
-    def _message(self, error: Exception) -> str:
-        by = "" if get_worker_info() is None else f" by data worker {self._worker}"
-        return f"{self._sample(self._worker)} cannot be loaded{by}: {type(error).__name__}: {error}"
+            by = "" if worker is None else f" by data worker {worker.id}"
+            what = f"{self._sample(self._worker)} cannot be loaded{by}"
+            raise _kind(error)(f"{what}: {type(error).__name__}: {error}") from error
 
     def _sample(self, worker: int) -> str:
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__

@@ -71,9 +71,6 @@ class Group:
     def __len__(self) -> int:
         return len(self.weights)
 
-    def __getitem__(self, key: object) -> Any:
-        raise TypeError("a Group is not a batch; loop over its batches: for batch in group")
-
     def addends(self, rank: int, ranks: int) -> list[float]:
         """Return the values whose sums over the ranks, added by ``rounded_sum``, are the total.
 
