@@ -16,10 +16,10 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode, v2
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Order, RepeatedOrder, order_of
+from oneloop.data.order import Order, order_of
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
-from oneloop.tasks.augmentation import Repeated, prepared
+from oneloop.tasks.augmentation import Repeated, RepeatedOrder, prepared
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import described
 from oneloop.tasks.image_settings import Augmentation, RandomCrop, Resizing, jitter_strengths

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Order, RepeatedOrder, StoredOrder
+from oneloop.data.order import Order, StoredOrder
+from oneloop.tasks.augmentation import RepeatedOrder
 from oneloop.tasks.rows.mixture import Mixed, proportions
 from oneloop.tasks.rows.remote import fetch_plan
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups

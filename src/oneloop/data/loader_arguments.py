@@ -61,11 +61,6 @@ def place(rank: int | None, ranks: int | None) -> tuple[int, int]:
 
 def place_of(accelerator: Accelerator) -> tuple[int, int]:
     """Return rank and number of processes."""
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(
-            f"accelerator must be an Accelerator of accelerate, got {type(accelerator).__name__}; "
-            "with Fabric or torch's DDP, give rank and ranks"
-        )
     kind = accelerator.distributed_type.value
     parallel = accelerator.parallelism_config
     divided = parallel and parallel.non_data_parallel_size > 1

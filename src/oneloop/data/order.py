@@ -84,7 +84,8 @@ def epoch_keys(epochs: Int64Array, seed: int) -> UInt64Array:
 class Ordered(Protocol):
     """A map from positions to samples.
 
-    It is an :class:`Order`, or the result of a data set's ``order`` method.
+    It is an :class:`Order`, or the result of a data set's ``order`` method. If a step has copies of
+    its samples, their number is the attribute ``copies``.
     """
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
@@ -139,36 +140,6 @@ class StoredOrder(Order):
     def at(self, positions: Int64Array) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         return np.divmod(positions, self.size)
-
-
-class RepeatedOrder(Ordered):
-    """An order in which each sample of a step occurs several times in it.
-
-    Step ``k`` has the samples of step ``k`` of ``samples``, whose steps are shorter: first one copy
-    of each, then the next copy of each. The epoch of copy ``c`` in epoch ``e`` is
-    ``e * copies + c``, so that each copy has its own random numbers
-    (:class:`oneloop.data.seeded_samples.SeededSamples`).
-
-    >>> order = RepeatedOrder(Order(1797, seed=0), 3, batch=96)  # 32 samples, three times each
-
-    Args:
-        samples: the order without copies.
-        copies: copies of each sample in a step.
-        batch: samples of a step, copies included; a multiple of ``copies``.
-    """
-
-    def __init__(self, samples: Ordered, copies: int, *, batch: int) -> None:
-        self.samples = samples
-        self.copies = copies
-        self.batch = batch
-
-    def at(self, positions: Int64Array) -> EpochsAndIndices:
-        """Return epochs and sample indices, each in the shape of ``positions``."""
-        each = self.batch // self.copies
-        steps, offsets = np.divmod(positions, self.batch)
-        copies, within = np.divmod(offsets, each)
-        epochs, indices = self.samples.at(steps * each + within)
-        return epochs * self.copies + copies, indices
 
 
 def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:

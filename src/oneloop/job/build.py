@@ -13,7 +13,7 @@ from oneloop.basics.differences import Texts
 from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered, RepeatedOrder, checked_order, order_hash, order_of
+from oneloop.data.order import Ordered, checked_order, order_hash, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import Decay, gamma
 from oneloop.job.learning_rate import rate_of
@@ -118,7 +118,7 @@ class Job:
     def reject_position(self, position: int) -> None:
         """Raise ValueError if the order cannot continue in this position of a checkpoint."""
         size = self.layout.size
-        if isinstance(self.order, RepeatedOrder) and position % size:
+        if hasattr(self.order, "copies") and position % size:
             raise ValueError(
                 f"the checkpoint's {position:,} samples are not a multiple of batch.size {size}, "
                 "so task.repeats would divide the copies of a sample among two steps; keep "
@@ -271,7 +271,7 @@ def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
     few = recipe.debug.overfit
     if not few:
         return train_set, order
-    if isinstance(order, RepeatedOrder):
+    if hasattr(order, "copies"):
         raise ValueError(
             f"debug.overfit {few} cannot be combined with repeated samples: a step has "
             f"{order.copies} copies of each; remove debug.overfit, or set task.repeats 1"

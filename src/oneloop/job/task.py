@@ -9,7 +9,7 @@ from torch import nn
 from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered, RepeatedOrder
+from oneloop.data.order import Ordered
 from oneloop.launch.agreement import where
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.measure.noise_scale import Sensor
@@ -27,7 +27,7 @@ def why_no_noise_scale(
     task: Task, order: Ordered, layout: BatchLayout, ranks: int, *, sharded: bool
 ) -> str | None:
     """Return why the noise scale cannot be measured; None: it can."""
-    if isinstance(order, RepeatedOrder):
+    if hasattr(order, "copies"):
         return "its formula needs independent samples, but a step has copies of its samples"
     if is_whole_batch(task):
         return "its formula needs a loss that is a sum over samples"

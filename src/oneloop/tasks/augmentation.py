@@ -4,11 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from oneloop.data.order import Ordered, RepeatedOrder, order_of
+from oneloop.data.order import EpochsAndIndices, Ordered, order_of
 from oneloop.tasks.image_settings import Augmentation, Resizing
 from oneloop.tasks.rows.rows import Mapped
 
@@ -267,6 +269,36 @@ class Repeated(Mapped):
             )
         images = order_of(self.rows, seed=seed, batch=batch // self.copies, shuffle=shuffle)
         return RepeatedOrder(images, self.copies, batch=batch)
+
+
+class RepeatedOrder(Ordered):
+    """An order in which each sample of a step occurs several times in it.
+
+    Step ``k`` has the samples of step ``k`` of ``samples``, whose steps are shorter: first one copy
+    of each, then the next copy of each. The epoch of copy ``c`` in epoch ``e`` is
+    ``e * copies + c``, so that each copy has its own random numbers
+    (:class:`oneloop.data.seeded_samples.SeededSamples`).
+
+    >>> order = RepeatedOrder(Order(1797, seed=0), 3, batch=96)  # 32 samples, three times each
+
+    Args:
+        samples: the order without copies.
+        copies: copies of each sample in a step.
+        batch: samples of a step, copies included; a multiple of ``copies``.
+    """
+
+    def __init__(self, samples: Ordered, copies: int, *, batch: int) -> None:
+        self.samples = samples
+        self.copies = copies
+        self.batch = batch
+
+    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        each = self.batch // self.copies
+        steps, offsets = np.divmod(positions, self.batch)
+        copies, within = np.divmod(offsets, each)
+        epochs, indices = self.samples.at(steps * each + within)
+        return epochs * self.copies + copies, indices
 
 
 def _first_made(make: Callable[[Any], Tensor], sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
