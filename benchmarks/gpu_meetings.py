@@ -17,7 +17,7 @@ from torch import Tensor
 from gpu_check import DETERMINISTIC, SMALL, SMALL_LLAMA, hashed, resumed, texts, trained
 from gpu_lines import Place, Result, line
 from oneloop.measure.flops import data_sheet, in_float32, measured_peak
-from oneloop.task_protocol.retrieval_metrics import Retrieval
+from oneloop.tasks.retrieval_metrics import Retrieval
 from same_bits_gpu import environment
 
 SETTINGS = """

@@ -5,32 +5,26 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from oneloop.basics.generation import generated
 from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import reshard, share_buffers
-from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
+from oneloop.data.sample_reader import CannotSend, sample_reader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
-from oneloop.task_protocol.evaluation_metrics import (
-    Metrics,
-    adapted,
-    matrices,
-    prefix,
-    scalars,
-)
-from oneloop.task_protocol.evaluation_sums import Apart, Together, WholeBatches, computed
-from oneloop.task_protocol.generated import Generation, generated_metrics, generating_weights
-from oneloop.task_protocol.metric_collection import on_device
+from oneloop.task_protocol.evaluation_metrics import make_metrics, matrices, prefix, scalars
+from oneloop.task_protocol.evaluation_sums import LossSums, WholeBatches
+from oneloop.task_protocol.generated import Generation, for_metrics, generating_weights
+from oneloop.task_protocol.metric_states import RankMetrics
 from oneloop.task_protocol.protocol import Objective
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -72,8 +66,7 @@ def evaluate(
     """Return loss (weighted as in training) and metrics. Collective: call on every rank.
 
     Args:
-        task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and,
-            optionally, ``metrics``.
+        task: has ``collate``, ``weight``, ``loss`` (or ``embed``, ``batch_loss``); ``metrics``.
         model: as prepared for training.
         dataset: map-style.
         accelerator: its ranks share the samples.
@@ -84,29 +77,31 @@ def evaluate(
         interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
         examples: collects samples to show, if the task can show them, and matrices.
         name: name of the set, for messages.
-        exact: bit-identical sums on any number of ranks; ValueError for a metric that has none.
+        exact: bit-identical losses and metrics on any number of ranks.
         window: samples of a loss over a whole batch (default: ``micro``); the last may be smaller.
         pinned: keep batches in pinned host memory on CUDA.
         generation: for which samples the task generates, for its ``generated_metrics``.
 
     Returns:
-        ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None
-        if interrupted.
+        Metrics by name, equal on all ranks; of a mixture also ``loss/NAME``; None if interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
+    spans = [*sources.values()]
     ranks = accelerator.num_processes
-    share = share_of([*sources.values()], micro, ranks, accelerator.process_index)
+    share = share_of(spans, micro, ranks, accelerator.process_index)
     device = accelerator.device
     keyed = SeededSamples(dataset, seed=seed, name=name)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
 
-    measured = on_device(task.metrics(), device) if hasattr(task, "metrics") else None
-    kind = Apart if exact else Together
-    sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured, ranks=ranks)
-    if is_whole_batch(task):
-        sums = WholeBatches(
-            task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
-        )
+    whole = is_whole_batch(task)
+    losses: LossSums | WholeBatches = LossSums(task, len(sources), exact=exact)
+    if whole:
+        losses = WholeBatches(task, spans, share.cut, window or micro, device, seed)
+    metrics = None
+    if hasattr(task, "metrics"):
+        made = make_metrics(task, "metrics", device)
+        add = task.update  # type: ignore[attr-defined]
+        metrics = RankMetrics(made, add, ranks=1 if whole else ranks, exact=exact)
     loading = _Loading(keyed, collate, workers, device, pinned)
 
     # Run the forwards.
@@ -116,62 +111,84 @@ def evaluate(
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
                 return None
-            outputs = sums.batch(model, batch, source, weight, idle=share.idle)
-            if examples is not None and source is not None:
+            outputs = losses.batch(model, batch, source, weight)
+            if source is None:
+                continue  # a repeated micro-batch, which does not count
+            if metrics is not None and not whole:
+                metrics.update(batch, outputs)
+            if examples is not None:
                 examples.take(batch, outputs)
-        if examples is not None and hasattr(task, "show"):
-            _look(examples, task, model, loading, micro, accelerator)
+        _look(examples, task, model, loading, micro, accelerator)
 
-    with BEATS.phase(METRICS):  # collective: sum over the ranks
-        results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
-        if measured is not None:
-            results |= _computed(task, adapted(measured), accelerator, examples)
-
-    if generation is None:
-        return results
-    made = _generated(task, model, loading, generation, accelerator, interrupted, exact=exact)
-    return None if made is None else results | made
+    with BEATS.phase(METRICS):
+        results = _combined([*sources], losses, metrics, task, examples)
+    of_texts = _generated(task, model, loading, generation, accelerator, interrupted, exact=exact)
+    return None if of_texts is None else results | of_texts
 
 
 def _generated(
     task: Any,
     model: nn.Module,
     loading: "_Loading",
-    generation: Generation,
+    generation: Generation | None,
     accelerator: Accelerator,
     interrupted: Callable[[], bool],
     *,
     exact: bool,
 ) -> dict[str, float] | None:
     """Return the metrics of what the task generates; None if interrupted. Collective."""
+    if generation is None:
+        return {}
+
     # The micro-batches do not depend on the number of ranks.
     indices = generation.indices(len(loading.samples))
     ranks, rank = accelerator.num_processes, accelerator.process_index
-    share = share_of([range(len(indices))], generation.batch, ranks, rank).of(indices)
-
+    share = share_of([range(len(indices))], generation.batch, ranks, rank)
+    places = []
+    for micro_batch in share.places:
+        places.append([(epoch, indices[number]) for epoch, number in micro_batch])
+    share = replace(share, places=places)
+    made = make_metrics(task, "generated_metrics", loading.device)
+    metrics = RankMetrics(made, task.update_generated, ranks=ranks, exact=exact)
     with evaluating(model), closing(loading.weighed(share)) as weighed:
-        batches = (batch for batch, _ in weighed)
-        shown = tracked(batches, "generating", total=len(share.places))
-        return generated_metrics(
-            task,
-            model,
-            zip(share.sources, shown, strict=True),
-            idle=share.idle,
-            accelerator=accelerator,
-            interrupted=interrupted,
-            exact=exact,
-        )
+        batches = tracked(weighed, "generating", total=len(share.places))
+        for source, (batch, _) in zip(share.sources, batches, strict=True):
+            if interrupted():
+                return None
+            texts = for_metrics(task, batch, generated(task, model, batch))
+            if source is not None:
+                metrics.update(*texts)
+    with BEATS.phase(METRICS):
+        return scalars(metrics.compute())
 
 
-def _losses(
-    sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]
+def _combined(
+    sources: Sequence[str],
+    losses: LossSums | WholeBatches,
+    metrics: RankMetrics | None,
+    task: object,
+    examples: Examples | None,
 ) -> dict[str, float]:
-    metrics = {"loss": math.fsum(totals) / math.fsum(weights)}
-    if len(totals) > 1:
-        for name, total, weight in zip(sources, totals, weights, strict=True):
+    """Return losses and metrics of all ranks. Collective: call on every rank."""
+    # The mean loss of all samples; of several sources also that of each one.
+    sums = losses.summed()
+    totals, weights = zip(*sums, strict=True)
+    results = {"loss": math.fsum(totals) / math.fsum(weights)}
+    if len(sources) > 1:
+        for name, (total, weight) in zip(sources, sums, strict=True):
             if weight:
-                metrics[f"loss/{name}"] = total / weight
-    return metrics
+                results[f"loss/{name}"] = total / weight
+    if metrics is None:
+        return results
+
+    # Metrics of a whole-batch loss see the whole set at once.
+    if isinstance(losses, WholeBatches):
+        parts, columns = losses.whole
+        metrics.update(columns, parts)
+    values = metrics.compute()
+    if examples is not None:
+        examples.matrices = matrices(task, values)
+    return results | scalars(values)
 
 
 @dataclass(frozen=True)
@@ -211,54 +228,42 @@ class _Loading:
             reseed(self.device, self.samples.seed, number, others=True)
             yield batch, weights.popleft()
 
-
-def _computed(
-    task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
-) -> dict[str, float]:
-    values = computed(metrics)
-    if examples is not None:
-        examples.matrices = matrices(task, values)
-    return scalars(values)
+    def chosen(self, indices: list[int]) -> tuple[list[Any], Batch]:
+        """Return the samples of these indices, and their batch on the host."""
+        samples = self.samples.good([(0, index) for index in indices])
+        batch, _ = self.collate(samples)
+        return [sample for _, sample in samples], batch
 
 
 def _look(
-    examples: Examples,
+    examples: Examples | None,
     task: Objective,
     model: nn.Module,
     loading: "_Loading",
     micro: int,
     accelerator: Accelerator,
 ) -> None:
-    samples = loading.samples
-    chosen = sample_reader(partial(_chosen, samples, loading.collate), workers=loading.workers)
+    """Show the chosen samples, if the task can show them. Collective: call on every rank."""
+    if examples is None or not hasattr(task, "show"):
+        return
+    chosen = sample_reader(loading.chosen, workers=loading.workers)
     with BEATS.phase(METRICS), chosen as read:
-        load = partial(_on_device, read, loading.device)
+
+        def load(indices: list[int]) -> tuple[list[Any], Batch]:
+            samples, batch = read(indices)
+            return samples, next(transferred(iter([batch]), loading.device))
+
         try:
             examples.look(
                 cast(Shows, task),
                 model,
-                len(samples),
+                len(loading.samples),
                 load,
                 micro=micro,
                 accelerator=accelerator,
             )
         except CannotSend as error:  # on all ranks, which load the same samples
             examples.problem = f"a data worker cannot send a sample ({error})"
-
-
-def _chosen(
-    keyed: SeededSamples, collate: CollateWithWeight, indices: list[int]
-) -> tuple[list[Any], Batch]:
-    """Return the samples of these indices, and their batch."""
-    samples = keyed.good([(0, index) for index in indices])
-    batch, _ = collate(samples)
-    return [sample for _, sample in samples], batch
-
-
-def _on_device(read: Reader, device: torch.device, indices: list[int]) -> tuple[list[Any], Batch]:
-    """Return the samples of these indices, and their batch on the device."""
-    samples, batch = read(indices)
-    return samples, next(transferred(iter([batch]), device))
 
 
 @dataclass(frozen=True)
@@ -270,18 +275,6 @@ class Share:
     sources: list[int | None]
     first: int  # index of the first micro-batch among those of all ranks
     cut: list[tuple[int, range]]  # source and samples of each micro-batch, of all ranks in order
-
-    @property
-    def idle(self) -> bool:
-        """Whether no micro-batch of this rank counts."""
-        return all(source is None for source in self.sources)
-
-    def of(self, indices: Sequence[int]) -> "Share":
-        """Return the same share of a subset: its sample i is sample ``indices[i]`` of the set."""
-        places = []
-        for micro_batch in self.places:
-            places.append([(epoch, indices[index]) for epoch, index in micro_batch])
-        return replace(self, places=places)
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
@@ -335,9 +328,9 @@ def evaluate_all(
     """
     # Each kind of weights is in the model within its context.
     results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext}
+    holding: dict[str, Any] = {"raw": nullcontext()}
     for ema in emas:
-        holding[ema.name] = ema.swapped
+        holding[ema.name] = ema.swapped()
 
     # Examples and what is generated come from one kind of weights.
     generating = generating_weights([*holding][1:])
@@ -347,7 +340,7 @@ def evaluate_all(
         results[weights] = {}
         here = weights == generating
         shown = examples if here else None
-        with held():
+        with held:
             for name, dataset in sets.items():
                 metrics = evaluate(
                     task,

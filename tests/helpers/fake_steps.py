@@ -23,7 +23,8 @@ from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.recipe.parse import read
-from oneloop.task_protocol.evaluation_sums import Apart, Together
+from oneloop.task_protocol.evaluation_metrics import make_metrics
+from oneloop.task_protocol.evaluation_sums import LossSums
 from oneloop.train import accept, accumulate, update
 
 HOST = torch.device("cpu")
@@ -148,15 +149,18 @@ class FakeSteps:
         """
         job = self.job
         task: Any = job.task
-        metrics = task.metrics().to(self.run.device) if hasattr(task, "metrics") else None
-        kind = Apart if job.exact else Together
-        sums = kind(task, 1, self.run.device, metrics)
+        metrics = None
+        if hasattr(task, "metrics"):
+            metrics = make_metrics(task, "metrics", self.run.device)
+        losses = LossSums(task, 1, exact=job.exact)
         batches = [self.batches(number)[0] for number in (0, 1)]
         with evaluating(self.model):
             for batch in batches:
                 self.seen.clear()
-                sums.batch(self.model, batch, 0, 1.0)
-        return sums
+                outputs = losses.batch(self.model, batch, 0, 1.0)
+                if metrics is not None:
+                    task.update(metrics, batch, outputs)
+        return losses
 
 
 class HalfParameters(tiny.Ragged):

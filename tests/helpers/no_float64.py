@@ -32,8 +32,7 @@ WIDE = (torch.float64, torch.complex128)
 
 ON_HOST = {
     "basics/wide_sums.py on_host": "copies a tensor to the host first",
-    "task_protocol/metric_collection.py as_tensor": "a number that a metric has computed",
-    "task_protocol/evaluation_sums.py summed": "losses and weights that the host has read",
+    "task_protocol/evaluation_metrics.py named_values": "a number that a metric has computed",
     "tasks/text_regression.py": "float64 metrics stay in host memory",
 }
 """functions (or files) that make float64 in host memory, and why; at most five"""

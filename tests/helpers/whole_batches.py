@@ -161,7 +161,7 @@ class Contrast:
         return loss / len(a) if self.fault == "mean" else loss, {"near": (a * b).sum(1).mean()}
 
     def metrics(self) -> Any:
-        from oneloop.task_protocol.retrieval_metrics import Retrieval
+        from oneloop.tasks.retrieval_metrics import Retrieval
 
         return Retrieval()
 

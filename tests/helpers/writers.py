@@ -166,8 +166,7 @@ class Careless(Copies):
     """A writer that makes one mistake.
 
     Args:
-        mistake: ``form`` and ``metrics`` at once; ``some``, and on rank 1 ``short`` and ``input``,
-            in the first evaluation.
+        mistake: ``metrics`` at once; on rank 1 ``short`` and ``input``, in the first evaluation.
     """
 
     def __init__(self, mistake: str = "", length: int = 12, layers: int = 2) -> None:
@@ -178,10 +177,6 @@ class Careless(Copies):
         texts = super().generate(model, batch)
         ties = torch.ones(len(texts), dtype=torch.bool)
         late = self.progress.step > 0
-        if self.mistake == "form":
-            ties = torch.ones(1, len(texts))
-        if self.mistake == "some" and late and self.calls % 2:
-            return texts
         if late and os.environ.get("RANK") == "1":
             if self.mistake == "short":
                 return texts[:-1]
@@ -190,7 +185,16 @@ class Careless(Copies):
         return {"texts": texts, "near_ties": ties}
 
     def generated_metrics(self) -> Any:
-        return None if self.mistake == "metrics" else super().generated_metrics()
+        from torchmetrics import SumMetric
+        from torchmetrics.text import CHRFScore
+
+        if self.mistake == "metrics":
+            return None
+        return {"chrf": CHRFScore(), "near_ties": SumMetric()}
+
+    def update_generated(self, metrics: Any, batch: dict[str, Any], texts: list[str]) -> None:
+        super().update_generated(metrics, batch, texts)
+        metrics["near_ties"].update(batch["near_ties"])
 
 
 class Continues(Writes):

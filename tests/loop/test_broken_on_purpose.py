@@ -226,9 +226,9 @@ def models_not_compared() -> None:
 
 def metrics_of_a_rank() -> None:
     """Let each rank compute the metrics of its own micro-batches."""
-    from oneloop.task_protocol.metric_states import MetricStates
+    from oneloop.task_protocol import metric_states
 
-    MetricStates.combine = lambda *given, **named: None
+    metric_states.gather_object = lambda own: own * 2
 
 
 def rows_not_compared() -> None:

@@ -22,10 +22,10 @@ from oneloop.machine.recompute import _kept_operations
 from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
-from oneloop.task_protocol.retrieval_metrics import Retrieval
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
+from oneloop.tasks.retrieval_metrics import Retrieval
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
@@ -88,14 +88,12 @@ FLOAT64_OF_STEPS = {
 
 FLOAT64_OF_EVALUATIONS = {
     "basics/wide_sums.py": "losses and metrics are summed over the whole set",
-    "task_protocol/evaluation_metrics.py": "so are the metrics",
-    "task_protocol/retrieval_metrics.py": "so are those of retrieval",
-    "task_protocol/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
+    "tasks/light_metrics.py": "so are the metrics of the packaged tasks",
+    "tasks/retrieval_metrics.py": "so are those of retrieval",
     "tasks/language/token_targets.py": "losses of tokens are summed",
     "tasks/sft.py": "losses of tokens are summed",
     "tasks/reward.py": "squares of rewards are summed",
     "tasks/language/pair_sums.py": "metrics of pairs are summed",
-    "tasks/language/distil_sums.py": "so is the divergence of a student",
 }
 """the same in an evaluation"""
 
@@ -344,7 +342,9 @@ def test_generation_looks_only_after_several_tokens():
         prompts = [torch.ones(length, dtype=torch.int64, device=CUDA) for length in (3, 5)]
         tokens = written(model, prompts, 17, ends=[7])
     assert tokens.shape == (2, 17)
-    assert [read.split(" ")[1].split(":")[0] for read in seen.reads] == ["basics/generation.py"]
+    assert [read.split(" ")[1].split(":")[0] for read in seen.reads] == [
+        "tasks/language/generation.py"
+    ]
 
 
 def test_selective_recomputation_keeps_the_attention_of_packed_rows():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +21,13 @@ from no_float64 import ON_HOST, train_and_resume, without_float64
 from oneloop.api import fit
 from oneloop.basics import wide_sums
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.wide_sums import WideSum, on_host, wide_dtype
+from oneloop.basics.wide_sums import on_host, wide_dtype
 from oneloop.data.step_batches import to_device
 from oneloop.evaluation import evaluate
 from oneloop.job.apple_gpu import reject_model
 from oneloop.recipe.parse import read
-from oneloop.task_protocol.evaluation_metrics import TextSums
-from oneloop.task_protocol.metric_collection import on_device
+from oneloop.task_protocol.evaluation_metrics import make_metrics
+from oneloop.tasks.language.text_sums import TextSums
 from oneloop.tasks.text_regression import TextRegression
 from worlds import ROOT, run
 
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
     "oneloop.job.apple_gpu",
     "oneloop.task_protocol.evaluation_metrics",
-    "oneloop.task_protocol.metric_collection",
+    "oneloop.tasks.light_metrics",
     "oneloop.tasks.text_regression",
 )
 
@@ -168,57 +167,14 @@ def test_the_mode_sees_each_way_to_make_float64():
     assert len(ON_HOST) <= 5
 
 
-def test_sums_of_float32_numbers_are_those_of_float64(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    count = 2 * 10**5
-    terms = torch.exp(torch.empty(count).uniform_(-20, 20, generator=generator))
-    terms *= torch.randint(0, 4, (count,), generator=generator).clamp(max=1) * 2 - 1
-
-    plain = torch.zeros(100)
-    with without_float64():
-        narrow = WideSum(100)
-        assert narrow.parts.dtype is torch.float32
-        for row in terms.view(-1, 100):
-            narrow.add(row)
-            plain += row
-        value = narrow.value().tolist()
-    assert math.fsum(plain.tolist()) != pytest.approx(math.fsum(terms.tolist()), rel=1e-8)
-    assert math.fsum(value) == pytest.approx(math.fsum(terms.tolist()), rel=1e-12)
-
-    # With float64, it is the sum in the order of the terms, to the bit.
-    wide = WideSum(100)
-    plain = torch.zeros(100, dtype=torch.float64)
-    for row in terms.view(-1, 100)[:1000]:
-        wide.add(row)
-        plain += row
-    assert torch.equal(wide.value(), plain)
-
-    # Moved to a device without float64, they keep their value.
-    monkeypatch.setattr(wide_sums, "NO_FLOAT64", {"mps", "cpu"})
-    moved = wide.to(CPU)
-    assert len(moved.parts) == 4
-    assert torch.equal(moved.value(), plain)
-
-
-@pytest.mark.slow
-def test_a_million_micro_batches_keep_double_precision():
-    generator = torch.Generator().manual_seed(0)
-    terms = torch.exp(torch.empty(10**6).uniform_(-20, 20, generator=generator))
-    with without_float64():
-        narrow = WideSum()
-    for term in terms.unbind():
-        narrow.add(term)
-    assert float(narrow.value()) == pytest.approx(math.fsum(terms.tolist()), rel=1e-12)
-
-
 def test_tokens_are_counted_beyond_the_integers_of_float32():
     with without_float64():
-        metrics = TextSums().to(CPU)
+        metrics = TextSums()
         count = torch.tensor(2**23 + 1)
         for _ in range(9):
             metrics.update(torch.tensor(0.1), count, right=count - 1, text=count)
         assert metrics.compute()["accuracy"] == 2**23 / (2**23 + 1)
-        assert metrics._sums.value().tolist()[1] == 9 * (2**23 + 1)
+        assert metrics.totals()[1] == 9 * (2**23 + 1)
 
 
 class Values:
@@ -253,7 +209,7 @@ def test_metrics_in_float64_stay_on_the_host():
     numbers = torch.linspace(-1, 2, 50)
 
     def computed() -> dict[str, float]:
-        metrics = on_device(task.metrics(), CPU)
+        metrics = make_metrics(task, "metrics")
         for rows in (slice(0, 20), slice(20, 50)):
             task.update(metrics, {"number": numbers[rows]}, {"prediction": predictions[rows]})
         return {name: float(value) for name, value in metrics.compute().items()}
@@ -264,8 +220,9 @@ def test_metrics_in_float64_stay_on_the_host():
     assert mode.rejected == [] and found == expected
 
     # Others move, also those in float64 if the device has it.
-    assert on_device(task.metrics(), MPS)["pearson"].device == CPU
-    assert on_device(task.metrics(), torch.device("meta"))["pearson"].device.type == "meta"
+    assert make_metrics(task, "metrics", MPS)["pearson"].device == CPU
+    meta = make_metrics(task, "metrics", torch.device("meta"))
+    assert meta["pearson"].device.type == "meta"
 
 
 def test_only_one_function_knows_which_devices_have_float64():
@@ -278,27 +235,6 @@ def test_only_one_function_knows_which_devices_have_float64():
             if "mps" in ast.unparse(node.test) and "torch.float" in ast.unparse(node):
                 found.append(f"{file.name}:{node.lineno}")
     assert found == []
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        [1.0, torch.inf, 2.0],
-        [torch.inf, -torch.inf],
-        [torch.nan, 1.0],
-        [-torch.inf, 1e30, 1.0],
-        [True, False, True],
-    ],
-)
-def test_sums_of_unusual_values_are_those_of_float64(values, monkeypatch):
-    made = WideSum()
-    monkeypatch.setattr(wide_sums, "NO_FLOAT64", {"cpu"})
-    narrow = WideSum()
-    for value in values:
-        made.add(torch.tensor(value))
-        narrow.add(torch.tensor(value))
-    assert len(narrow.parts) == 4
-    torch.testing.assert_close(narrow.value(), made.value(), rtol=0, atol=0, equal_nan=True)
 
 
 class WithDoubleState(torchmetrics.Metric):
@@ -316,11 +252,12 @@ class WithDoubleState(torchmetrics.Metric):
 
 
 def test_a_metric_with_a_state_in_float64_stays_on_the_host(monkeypatch):
-    metrics = torchmetrics.MetricCollection({"total": WithDoubleState()})
     monkeypatch.setattr(wide_sums, "NO_FLOAT64", {"meta"})
-    assert on_device(metrics, torch.device("meta"))["total"].total.device.type == "cpu"
-    other = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
-    assert on_device(other, torch.device("meta"))["mean"].mean_value.device.type == "meta"
+    meta = torch.device("meta")
+    task = SimpleNamespace(metrics=WithDoubleState)
+    assert make_metrics(task, "metrics", meta).total.device.type == "cpu"
+    task = SimpleNamespace(metrics=torchmetrics.MeanMetric)
+    assert make_metrics(task, "metrics", meta).mean_value.device.type == "meta"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
     "oneloop.launch.before_imports",
     "oneloop.loop.evaluations",
-    "oneloop.task_protocol.metric_collection",
     "oneloop.tasks.image_classification",
 )
 

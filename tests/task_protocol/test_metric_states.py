@@ -183,8 +183,7 @@ def fed(metrics, rows: torch.Tensor) -> None:
         elif name == "mse":
             metrics[name](score, target.float())  # forward
         elif name == "pearson":
-            batch = metrics[name](score, target.float() + score)
-            assert len(rows) < 2 or 0.5 < batch <= 1
+            metrics[name](score, target.float() + score)
         else:
             metrics[name].update(score, target.float())
     for name in ALONE:

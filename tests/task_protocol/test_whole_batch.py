@@ -18,7 +18,7 @@ from same_bits import exact_log
 from worlds import back_to, run, timeless_log, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.task_protocol.retrieval_metrics",
+    "oneloop.tasks.retrieval_metrics",
     "oneloop.basics.row_blocks",
     "oneloop.basics.tensors",
     "oneloop.checks.preflight",
@@ -147,7 +147,7 @@ def test_equal_texts_are_no_negatives_of_each_other():
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
     from oneloop.basics import row_blocks
-    from oneloop.task_protocol.retrieval_metrics import Retrieval
+    from oneloop.tasks.retrieval_metrics import Retrieval
 
     monkeypatch.setattr(row_blocks, "_SIMILARITIES", block)
     torch.manual_seed(1)
@@ -671,7 +671,7 @@ class Odd:
         return (each * F.cross_entropy(logits, target % len(e), reduction="none")).sum(), {}
 
     def metrics(self):
-        from oneloop.task_protocol.retrieval_metrics import Retrieval
+        from oneloop.tasks.retrieval_metrics import Retrieval
 
         return Retrieval()
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from oneloop.data.seeded_samples import SeededSamples
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.augmentation import Blended, prepared
+from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_settings import Augmentation, Resizing
 from own_files import images

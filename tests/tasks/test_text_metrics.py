@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from torchmetrics.text import BLEUScore, CHRFScore
 
@@ -21,8 +23,8 @@ REFERENCES = ["the cat sat on a mat", "a dog", "nothing", "it rains cats and dog
 
 
 def computed(texts: list[str], references: list[str], names: list[str] = DEFAULT) -> dict:
-    metrics = text_metrics(names)
-    update_texts(metrics, texts, references)
+    metrics = text_metrics(names, near_ties=False)
+    update_texts(metrics, {}, texts, references)
     return {name: float(value) for name, value in metrics.compute().items()}
 
 
@@ -44,7 +46,7 @@ def test_known_values() -> None:
 def directions_of(names: list[str]) -> dict[str, bool | None]:
     class Task:
         def generated_metrics(self):
-            return text_metrics(names)
+            return text_metrics(names, near_ties=False)
 
     known = directions(Task(), generated=True)
     del known["loss"]
@@ -72,20 +74,20 @@ def _of_ranks() -> dict[str, float]:
     """Return the metrics of all texts, of which each rank sees a part; one rank sees none."""
     from accelerate import Accelerator
 
-    from oneloop.task_protocol.evaluation_metrics import adapted
-    from oneloop.task_protocol.metric_states import MetricStates
+    from oneloop.task_protocol.evaluation_metrics import make_metrics, scalars
+    from oneloop.task_protocol.metric_states import RankMetrics
 
     accelerator = Accelerator(cpu=True)
-    metrics = text_metrics(DEFAULT)
-    states = MetricStates(metrics, apart=False, ranks=3)
+    task = SimpleNamespace(metrics=lambda: text_metrics(DEFAULT, near_ties=False))
+    metrics = RankMetrics(make_metrics(task, "metrics"), _update, ranks=3)
     mine = [slice(0, 3), slice(3, 4), None][accelerator.process_index]
-    if mine is None:
-        update_texts(metrics, TEXTS[:1], REFERENCES[:1])
-        states.clear()
-    else:
-        update_texts(metrics, TEXTS[mine], REFERENCES[mine])
-    states.combine(accelerator, each=1)
-    return {name: float(value) for name, value in adapted(metrics).compute().items()}
+    if mine is not None:
+        metrics.update(REFERENCES[mine], TEXTS[mine])
+    return scalars(metrics.compute())
+
+
+def _update(metrics, references: list[str], texts: list[str]) -> None:
+    update_texts(metrics, {}, texts, references)
 
 
 @pytest.mark.slow

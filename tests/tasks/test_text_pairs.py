@@ -373,7 +373,7 @@ def test_a_csv_without_rows_is_named(tmp_path):
 
 def test_ranks_of_distinct_answers_are_those_of_a_set():
     """Copies count once, and every answer of an equal question is right."""
-    from oneloop.task_protocol.retrieval_metrics import Retrieval
+    from oneloop.tasks.retrieval_metrics import Retrieval
 
     draw = np.random.default_rng(0)
     questions, answers = draw.integers(0, 12, 60), draw.integers(0, 9, 60)

@@ -8,13 +8,12 @@ the weights stay sharded.
 >>> made["texts"]
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,7 +21,6 @@ from oneloop.basics.heartbeats import BEATS, GENERATION
 from oneloop.basics.tensors import is_alone
 
 TEXTS = "texts"  # entry of what a task generates: a list of one text for each sample
-TIES = "near_ties"  # entry: (samples,), whether rounding could change the sample's text
 
 
 def generated(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,27 +61,18 @@ def only_forward(model: nn.Module) -> Iterator[None]:
     if not hasattr(model, "generate"):
         yield
         return
-    transformers_model: Any = model
-    attributes: dict[str, Any] = {}
+    whole: Any = model
     if isinstance(model, FSDPModule):
-        attributes["generate"] = partial(_in_step, transformers_model.generate)
+        whole.generate = partial(whole.generate, synced_gpus=not is_alone())
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
-        encoder = _EncoderThroughModel(model, transformers_model.get_encoder())
-        attributes["get_encoder"] = lambda *_, **__: encoder
-    for name, value in attributes.items():
-        setattr(model, name, value)
+        encoder = _EncoderThroughModel(model, whole.get_encoder())
+        whole.get_encoder = lambda *_, **__: encoder
     try:
         yield
     finally:
-        for name in attributes:
-            delattr(model, name)
-
-
-def _in_step(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Generate until the texts of all ranks have ended."""
-    named.setdefault("synced_gpus", not is_alone())
-    return generate(*given, **named)
+        for name in ("generate", "get_encoder"):
+            vars(model).pop(name, None)
 
 
 class _EncoderThroughModel:
@@ -109,18 +98,3 @@ class _EncoderThroughModel:
             hidden_states=outputs.encoder_hidden_states,
             attentions=outputs.encoder_attentions,
         )
-
-
-def all_done(done: Tensor, model: nn.Module) -> bool:
-    """Return whether all rows are done: of this rank, or under FSDP2 of all ranks.
-
-    A host sync; under FSDP2 also collective.
-
-    Args:
-        done: (rows,), bool.
-        model: sharded or not.
-    """
-    open_rows = (~done).sum()
-    if isinstance(model, FSDPModule) and not is_alone():
-        dist.all_reduce(open_rows)
-    return not int(open_rows)

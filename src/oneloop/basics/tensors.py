@@ -303,29 +303,6 @@ def gathered(own: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def summed(own: Tensor) -> Tensor:
-    """Return the sum over all ranks, in the same dtype. Collective: call on every rank.
-
-    Args:
-        own: a tensor of any dtype; shape and dtype must be equal on all ranks.
-    """
-    if is_alone():
-        return own
-
-    # Backends do not support all dtypes. A sum over ranks must not round between them, either.
-    wide = as_real(own)
-    if not own.is_floating_point() and not own.is_complex():
-        wide = own.long()
-    elif own.element_size() < 4:
-        wide = own.float()
-    total = wide.clone()
-    dist.all_reduce(total)
-    if own.is_complex():
-        return torch.view_as_complex(total)
-    return total.to(own.dtype)
-
-
-@torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers to every rank, in one broadcast. Collective.
 

@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
-from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
+from oneloop.task_protocol.evaluation_metrics import (
+    check_names,
+    make_metrics,
+    named_values,
+    not_logged,
+)
 from oneloop.task_protocol.user_code import named, theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -108,9 +112,8 @@ class Contract:
         result = self.call("weight", batch)
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
             raise self.wrong("weight", f"returned {_describe(result)}", fix)
-        if result.requires_grad or result.device.type != "cpu":
-            problem = "with a gradient" if result.requires_grad else f"on {result.device}"
-            raise self.wrong("weight", f"returned a tensor {problem}", fix)
+        if result.device.type != "cpu":
+            raise self.wrong("weight", f"returned a tensor on {result.device}", fix)
 
         # Check the value.
         weight = float(result)
@@ -176,26 +179,15 @@ class Contract:
         Returns:
             Lines about values that are neither logged nor drawn.
         """
-        metrics = theirs(
-            self.task, made_by, lambda: on_device(getattr(self.task, made_by)(), device)
-        )
+        metrics = theirs(self.task, made_by, partial(make_metrics, self.task, made_by, device))
         self.call(updated_by, metrics, *given)
         try:
             computed = metrics.compute()
         except Exception:
             return []  # a few samples may not suffice
-        if not isinstance(computed, Mapping):
-            raise self.wrong(
-                made_by,
-                f"computes {_describe(computed)}",
-                "let compute return a dict of named metrics",
-            )
-        known = adapted(metrics, made_by)
-        values = known.compute()
-        scalars(values, made_by)  # raises ValueError if a value is not a number
-        matrices(self.task, values)  # raises ValueError if names are missing
-        left_out = known.left_out() if isinstance(known, Collection) else []
-        return [*left_out, *not_logged(values)]
+        values = named_values(metrics, computed)  # raises ValueError if a value is not a number
+        check_names(values, made_by)
+        return not_logged(values)
 
 
 def _describe(value: Any) -> str:

@@ -1,272 +1,157 @@
-"""Sums of losses and weights of an evaluation.
+"""LossSums and weights of an evaluation, summed over all ranks."""
 
-They are added in arrival order, or in an order that does not depend on the ranks.
-"""
-
-from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
+from functools import partial, reduce
+from io import BytesIO
+from itertools import chain
+from operator import add
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import gathered, summed
-from oneloop.basics.wide_sums import WideSum
-from oneloop.task_protocol.evaluation_metrics import Metrics
-from oneloop.task_protocol.metric_states import MetricStates, compute_alone, reset_sums, seeded
-from oneloop.task_protocol.whole_batch import Described, check_alike, columns_of, described
+from oneloop.basics.wide_sums import on_host
+from oneloop.task_protocol.whole_batch import check_alike, columns_of, described
+
+Sums = list[tuple[float, float]]
+"""loss and weight of each source"""
 
 
-def computed(metrics: Metrics) -> Mapping[str, Any]:
-    """Add up the sums of all ranks, and compute. Collective: call on every rank.
-
-    Args:
-        metrics: of this rank.
-    """
-    # The same sums in the same order on every rank.
-    for own in metrics.sums():
-        own.copy_(summed(own))
-    return metrics.compute()
-
-
-class Together:
-    """Sums per source, added in arrival order.
+class LossSums:
+    """The losses of this rank's micro-batches. Their sums are in float64.
 
     Args:
-        task: its ``loss`` and, with ``metrics``, its ``update`` are called.
+        task: its ``loss`` is called.
         sources: number of sources.
-        device: device of the sums.
-        metrics: the task's metrics of this evaluation, or None.
-        ranks: number of ranks.
+        exact: the sums are rounded once, and so do not depend on the ranks. Otherwise each rank
+            adds in order of arrival.
     """
 
-    def __init__(
-        self, task: Any, sources: int, device: torch.device, metrics: Any = None, *, ranks: int = 1
-    ) -> None:
-        self._task = task
-        self._metrics = metrics
-        self._states = MetricStates(metrics, apart=False, ranks=ranks)
-        self._totals = [WideSum(device=device) for _ in range(sources)]
-        self._weights = [0.0] * sources
-
-    def batch(
-        self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
-    ) -> Any:
-        """Compute and add a micro-batch, and return its outputs.
-
-        Args:
-            model: the model, in eval mode.
-            batch: the micro-batch, on the device.
-            source: index of its source; None: it is not counted.
-            weight: its weight.
-            idle: this rank has only this micro-batch, without a source. Its metrics see it, so that
-                they have the attributes that ``update`` sets; then their states are reset.
-        """
-        loss, outputs = self._task.loss(model, batch)
-        if self._metrics is not None and (idle or source is not None):
-            self._task.update(self._metrics, batch, outputs)
-        if source is not None:
-            self._add(source, loss, weight)
-        elif idle:
-            self._states.clear()
-        return outputs
-
-    def _add(self, source: int, loss: Tensor, weight: float) -> None:
-        self._totals[source].add(loss)
-        self._weights[source] += weight
-
-    def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Return loss and weight of each source over all ranks. Collective: call on every rank.
-
-        ``each``: most micro-batches of a rank.
-        """
-        sums = torch.stack([total.value() for total in self._totals])
-        weights = torch.tensor(self._weights, dtype=sums.dtype, device=sums.device)
-        own = torch.stack([sums, weights])
-        self._states.combine(accelerator, each=each)
-        totals, total_weights = accelerator.reduce(own, "sum").tolist()
-        return totals, total_weights
-
-
-class Apart(Together):
-    """Losses, weights and floating-point metric sums, kept apart for each micro-batch.
-
-    Results then do not depend on the ranks. The arguments are those of :class:`Together`.
-    """
-
-    def __init__(
-        self, task: Any, sources: int, device: torch.device, metrics: Any = None, *, ranks: int = 1
-    ) -> None:
+    def __init__(self, task: Any, sources: int, *, exact: bool = False) -> None:
         self._task = task
         self._number = sources
-        self._device = device
-        self._metrics = metrics
-        self._states = MetricStates(metrics, apart=True, ranks=ranks)
+        self._exact = exact
 
-        # One entry for each micro-batch of this rank.
+        # One entry for each micro-batch that counts.
         self._sources: list[int] = []
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def _add(self, source: int, loss: Tensor, weight: float) -> None:
-        self._sources.append(source)
-        self._losses.append(loss.detach())
-        self._weights.append(weight)
-        self._states.micro_batch()
+    def batch(self, model: Any, batch: Any, source: int | None, weight: float) -> Any:
+        """Compute the loss of a micro-batch, and return its outputs. No host sync.
 
-    def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Return loss and weight of each source over all ranks. Collective: call on every rank.
-
-        Only rank 0's metrics get the sums. ``each``: most micro-batches of a rank.
+        Args:
+            model: the model, in eval mode.
+            batch: the micro-batch, on the device.
+            source: index of its source; None: it does not count.
+            weight: its weight.
         """
-        wide = torch.float64
+        loss, outputs = self._task.loss(model, batch)
+        if source is not None:
+            self._sources.append(source)
+            self._losses.append(loss.detach().clone())
+            self._weights.append(weight)
+        return outputs
 
-        # Fill one row for each micro-batch: source, loss, weight. Source -1 is padding.
-        local = torch.zeros(each, 3, dtype=wide, device=self._device)
-        local[:, 0] = -1.0
-        if self._losses:
-            known = torch.tensor([self._sources, self._weights], dtype=wide, device=self._device)
-            losses = torch.stack(self._losses).to(wide)
-            rows = torch.stack([known[0], losses, known[1]], dim=1)
-            local[: len(rows)] = rows
+    def summed(self) -> Sums:
+        """Return loss and weight of each source over all ranks. Collective: call on every rank."""
+        losses = on_host(torch.stack(self._losses)).tolist() if self._losses else []
+        own = [*zip(self._sources, losses, self._weights, strict=True)]
+        ranks = gather_object([own])  # type: ignore[no-untyped-call]
+        sums = []
+        for source in range(self._number):
+            losses_of = [[loss for of, loss, _ in rank if of == source] for rank in ranks]
+            weights_of = [[weight for of, _, weight in rank if of == source] for rank in ranks]
+            sums.append((self._sum(losses_of), self._sum(weights_of)))
+        return sums
 
-        # Gather the rows of all ranks. Rank order is micro-batch order.
-        rows_of_all = gathered(local).tolist()
-        losses_of: list[list[float]] = [[] for _ in range(self._number)]
-        weights_of: list[list[float]] = [[] for _ in range(self._number)]
-        for source, loss, weight in rows_of_all:
-            if source >= 0:
-                losses_of[int(source)].append(loss)
-                weights_of[int(source)].append(weight)
-
-        self._states.combine(accelerator, each=each)
-        totals = [*map(rounded_sum, losses_of)]
-        weights = [*map(rounded_sum, weights_of)]
-        return totals, weights
+    def _sum(self, ranks: Sequence[Sequence[float]]) -> float:
+        """Return the sum of the numbers of all ranks."""
+        if self._exact:
+            return rounded_sum(chain.from_iterable(ranks))
+        return reduce(add, [reduce(add, numbers, 0.0) for numbers in ranks])
 
 
 class WholeBatches:
-    """Losses over whole batches: windows of neighbouring samples of a source.
-
-    Metrics see the whole set at once.
+    """LossSums over whole batches: windows of neighbouring samples of a source.
 
     Args:
         task: has ``embed`` and ``batch_loss``.
-        metrics: the task's metrics of this evaluation, or None.
+        sources: the samples of each source.
         cut: pairs (source, samples), one for each micro-batch of all ranks.
-        micro: most samples of a micro-batch.
         window: samples of each loss.
-        seed: device and seed of the random numbers of a loss.
+        device: of the model.
+        seed: seed of the random numbers of a loss.
     """
 
     def __init__(
-        self, task: Any, metrics: Any, cut: Any, *, micro: int, window: int, seed: Any
+        self,
+        task: Any,
+        sources: Sequence[range],
+        cut: Sequence[tuple[int, range]],
+        window: int,
+        device: torch.device,
+        seed: int,
     ) -> None:
         self._task = task
-        self._metrics = metrics
+        self._sources = sources
         self._cut = cut
-        self._micro = micro
         self._window = window
-        self._seed_device, self._seed = seed
+        self._device = device
+        self._seed = seed
+        self._micro_batches: list[Any] = []  # of this rank: parts and columns, and weight
+        self.whole: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+        """parts and columns of the whole set, after :meth:`summed`"""
 
-        # One entry for each micro-batch of this rank.
-        self._parts: list[dict[str, Tensor]] = []
-        self._columns: list[dict[str, Tensor]] = []
-        self._weights: list[float] = []
-
-    def batch(
-        self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
-    ) -> Any:
-        """Embed a micro-batch, and return its parts; see :meth:`Together.batch`."""
-        self._parts.append(self._task.embed(model, batch))
-        self._columns.append(columns_of(self._task, batch))
-        self._weights.append(0.0 if source is None else weight)
-        return self._parts[-1]
+    def batch(self, model: Any, batch: Any, source: int | None, weight: float) -> Any:
+        """Embed a micro-batch, and return its parts; see :meth:`LossSums.batch`."""
+        parts = self._task.embed(model, batch)
+        self._micro_batches.append(((parts, columns_of(self._task, batch)), weight))
+        return parts
 
     @torch.no_grad()
-    def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
+    def summed(self) -> Sums:
         """Return loss and weight of each source. Collective: call on every rank.
 
-        Every rank computes them, and all metrics. Sums that are reduced later are kept on rank 0.
-        Raise Inexact on all ranks if the rows of two micro-batches differ in shape or dtype.
+        Every rank computes them. Raise Inexact on all ranks if the rows of two micro-batches differ
+        in shape or dtype.
         """
-        first = self._checked()
-        parts = self._whole(accelerator, self._parts, first)
-        columns = self._whole(accelerator, self._columns, first)
-        if self._metrics is not None:
-            compute_alone(self._metrics)
-            with seeded(accelerator.device):
-                self._task.update(self._metrics, columns, parts)
-            if not accelerator.is_main_process:
-                reset_sums(self._metrics)
+        # Gather the micro-batches of all ranks. Those that do not count come last.
+        file = BytesIO()
+        torch.save(self._micro_batches, file)  # pickle alone does not know all dtypes
+        gathered = list[Any]()
+        for content in gather_object([file.getvalue()]):  # type: ignore[no-untyped-call]
+            gathered += torch.load(BytesIO(content), map_location="cpu")
+        tensors, weights = zip(*gathered[: len(self._cut)], strict=True)
+        first = described(tensors[0][0] | tensors[0][1])
+        for (parts, columns), (_, samples) in zip(tensors, self._cut, strict=True):
+            check_alike(described(parts | columns), first, samples=len(samples))
+        self.whole = tree_map(partial(_join, device=self._device), *tensors)
 
-        # Count the samples of each source, and add up its weight.
-        known = gathered(torch.tensor(self._weights, device=accelerator.device))
-        count = Counter[int]()
-        weights = Counter[int]()
-        for (source, samples), weight in zip(self._cut, known.tolist(), strict=False):
-            count[source] += len(samples)
-            weights[source] += weight
-
-        # Add the losses of the windows of each source. Its samples follow those of the one before.
-        totals = [0.0] * len(count)
-        end = 0
-        for source, number in count.items():
-            begin, end = end, end + number
-            for start in range(begin, end, self._window):
-                rows = slice(start, min(start + self._window, end))
-                reseed(self._seed_device, self._seed, start, others=True)
-                loss = self._task.batch_loss(_rows_of(parts, rows), _rows_of(columns, rows))[0]
-                totals[source] += float(loss)  # host sync
-        return totals, [*weights.values()]
-
-    def _checked(self) -> Described:
-        """Compare the micro-batches of all ranks, and return the first one. Collective."""
-        from accelerate.utils import gather_object
-
-        own = []
-        for parts, columns in zip(self._parts, self._columns, strict=True):
-            own.append(described(parts | columns))
-        found = gather_object(own)  # type: ignore[no-untyped-call]
-        for number, one in enumerate(found):
-            # A rank without micro-batches left repeats the first one.
-            _, samples = self._cut[number if number < len(self._cut) else 0]
-            check_alike(one, found[0], samples=len(samples))
-        first: Described = found[0]
-        return first
-
-    def _whole(
-        self, accelerator: Any, micro_batches: list[dict[str, Tensor]], names: Collection[str]
-    ) -> dict[str, Tensor]:
-        """Return the tensors of the whole set, in the order of its samples; ``names`` in order."""
-        # Find the rows of samples: each micro-batch is padded to the same number of rows.
-        used = list[int]()
-        for number, (_, samples) in enumerate(self._cut):
-            first_row = number * self._micro
-            used += range(first_row, first_row + len(samples))
-        rows = torch.tensor(used, device=accelerator.device)
-
-        # Pad each tensor of this rank, gather those of all ranks, and keep the rows of samples.
-        whole = {}
-        for name in names:
-            if name not in micro_batches[0]:
-                continue
-            first = micro_batches[0][name]
-            if not first.ndim:
-                whole[name] = gathered(first[None])[0]  # rank 0's
-                continue
-            own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
-            for number, one in enumerate(micro_batches):
-                own[number, : len(one[name])] = one[name]
-            whole[name] = gathered(own.flatten(0, 1))[rows]
-        return whole
+        # Add the losses of the windows of each source, and the weights of its micro-batches.
+        losses = []
+        for samples in self._sources:
+            total = 0.0
+            for start in samples[:: self._window]:
+                end = min(start + self._window, samples.stop)
+                reseed(self._device, self._seed, start, others=True)
+                parts, columns = tree_map(partial(_rows, start=start, end=end), self.whole)
+                total += float(self._task.batch_loss(parts, columns)[0])  # host sync
+            losses.append(total)
+        weight_of = [0.0] * len(losses)
+        for (source, _), weight in zip(self._cut, weights, strict=True):
+            weight_of[source] += weight
+        return [*zip(losses, weight_of, strict=True)]
 
 
-def _rows_of(whole: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Return these rows of each tensor. A 0-dim tensor has no rows, and stays as it is."""
-    chosen = {}
-    for name, value in whole.items():
-        chosen[name] = value[rows] if value.ndim else value
-    return chosen
+def _join(*rows: Tensor, device: torch.device) -> Tensor:
+    """Return the rows of all micro-batches; a 0-dim tensor has none, and is that of the first."""
+    return (torch.cat(rows) if rows[0].ndim else rows[0]).to(device)
+
+
+def _rows(whole: Tensor, start: int, end: int) -> Tensor:
+    return whole[start:end] if whole.ndim else whole

@@ -1,25 +1,23 @@
 """Metrics of an evaluation over all ranks: computed as if one process had seen every micro-batch.
 
-torchmetrics itself aborts if ranks have lists of different lengths, and reduces some states in
-another way than one process adds to them.
+There are two ways. States that are sums, extremes or lists are combined; torchmetrics itself aborts
+if ranks have lists of different lengths. The inputs of all other metrics are recorded, and replayed
+on every rank in the order of the data.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.tensors import gathered
-from oneloop.task_protocol.evaluation_metrics import has_sums
+from oneloop.task_protocol.evaluation_metrics import by_name, metrics_inside, named_values
 
-_EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
-"""torchmetrics reductions of tensors that do not depend on the number of ranks, except for
-floating-point sums"""
+_REDUCED = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
+"""torchmetrics reductions of tensors that are the same on any number of ranks, except for sums that
+round"""
 
 _PASS_ON = {
     "BinaryTargetTransformer",
@@ -33,168 +31,82 @@ _PASS_ON = {
 """torchmetrics classes that only pass their inputs on to the metrics inside"""
 
 
-class MetricStates:
-    """The states of a task's metrics on this rank, to be combined with those of the other ranks.
+class RankMetrics:
+    """The metrics of one evaluation, of this rank's micro-batches.
 
-    Lists are joined in order of rank, which is the order of micro-batches. Sums and extremes are
-    reduced. The inputs of all other metrics are recorded, and replayed on every rank in one order.
+    Lists are joined in order of rank, which is the order of micro-batches.
 
     Args:
-        metrics: a MetricCollection,
-            :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, or None.
-        apart: keep floating-point sums apart for each micro-batch, so that results do not depend on
-            the number of ranks.
-        ranks: number of ranks.
+        metrics: of :func:`oneloop.task_protocol.evaluation_metrics.make_metrics`.
+        add: the task's method that adds a micro-batch to them.
+        ranks: number of ranks whose micro-batches are combined; 1: this rank sees all of them.
+        exact: results do not depend on the number of ranks, not even in the last bit.
     """
 
-    def __init__(self, metrics: Any, *, apart: bool, ranks: int) -> None:
+    def __init__(self, metrics: Any, add: Any, *, ranks: int = 1, exact: bool = False) -> None:
         self._metrics = metrics
+        self._add = add
+        self._ranks = ranks
+        self._idle = True  # whether this rank has no micro-batch
+
+        # Choose the way of each metric.
+        self._combined = list[Any]()
         self._recorded = list[_RecordedUpdates]()
-        recorded: set[int] = set()  # ids of metrics
-        for outer in _outer(metrics):
-            inside = [*_inside(outer)]
-            exact = all(map(_is_exact, inside))
-            wraps = any(map(_keeps_others, inside))
-            if wraps or (not exact and (apart or ranks > 1)):
+        for outer in by_name(metrics).values():
+            inside = [*metrics_inside(outer)]
+            can_combine = all(_can_combine(metric, exact=exact) for metric in inside)
+            if any(map(_keeps_others, inside)) or (ranks > 1 and not can_combine):
                 self._recorded.append(_RecordedUpdates(outer))
-                recorded |= {id(metric) for metric in inside}
+            elif ranks > 1:
+                self._combined += inside
 
-        # Only this module combines the states of the ranks.
-        compute_alone(metrics)
-        self._shared = [one for one in _every(metrics) if id(one) not in recorded]
-        self._floating = list[_FloatingSum]()
-        if apart:
-            self._floating += _floating_sums(metrics, self._shared)
-
-        # With shared states, a metric would reset the others, or miss recorded inputs.
-        if hasattr(metrics, "_enable_compute_groups") and (apart or self._recorded):
+        # With shared states, a metric would miss recorded inputs.
+        if self._recorded:
             metrics._enable_compute_groups = False
             metrics._groups_checked = False
 
-    def clear(self) -> None:
-        """Forget all micro-batches so far."""
-        for recorded in self._recorded:
-            recorded.calls.clear()
-        reset_sums(self._metrics)
-        for metric in self._shared:
-            for name, default in metric._defaults.items():
-                state = getattr(metric, name)
-                is_list = isinstance(default, list)
-                setattr(metric, name, [] if is_list else default.clone().to(state.device))
+    def update(self, batch: Any, outputs: Any) -> None:
+        """Add a micro-batch that counts, and its outputs, or what was generated for it."""
+        self._idle = False
+        self._add(self._metrics, batch, outputs)
 
-    def micro_batch(self) -> None:
-        """Record that the metrics have seen a micro-batch."""
-        for floating in self._floating:
-            floating.take()
-
-    def combine(self, accelerator: Any, *, each: int) -> None:
-        """Give every rank the states of all ranks. Collective: call on every rank.
-
-        Of :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, only rank 0 gets the kept
-        sums.
-
-        Args:
-            accelerator: of the ranks.
-            each: most micro-batches of a rank.
-        """
-        # Add the metric sums of all micro-batches in one tree, the same for any number of ranks.
-        for floating in self._floating:
-            total = tree_sum(floating.gathered(each))
-            if not accelerator.is_main_process:
-                total = torch.zeros_like(total)
-            floating.state().copy_(total)
-
-        # Collect the states of each metric, and the recorded inputs.
-        if hasattr(self._metrics, "values"):
+    def compute(self) -> dict[str, Tensor]:
+        """Return the values of all ranks by name. Collective: call on every rank."""
+        # Exchange the states and the recorded inputs.
+        if self._combined and hasattr(self._metrics, "values"):
             self._metrics.values()  # fills the states of metrics that share those of another
-        own_states = []
-        if accelerator.num_processes > 1:
-            own_states = [_states_of(metric) for metric in self._shared]
-        own_calls = [recorded.calls for recorded in self._recorded]
-        if not own_states and not own_calls:
-            return
-        from accelerate.utils import gather_object
+        own_states = [_states_of(metric) for metric in self._combined]
+        ranks = [(own_states, [recorded.calls for recorded in self._recorded])]
+        if self._ranks > 1:
+            ranks = gather_object(ranks)  # type: ignore[no-untyped-call]
 
-        ranks = gather_object([(own_states, own_calls)])  # type: ignore[no-untyped-call]
+        # Combine and compute. A rank without a micro-batch may lack attributes that an update sets.
+        result = list[Any]([None])
+        if not self._idle:
+            for number, metric in enumerate(self._combined):
+                _combine(metric, [states[number] for states, _ in ranks])
+            for number, recorded in enumerate(self._recorded):
+                recorded.replay([call for _, calls in ranks for call in calls[number]])
+            values = named_values(self._metrics, self._metrics.compute())
+            result = [_on_host(values)]
 
-        # Combine them.
-        for number, metric in enumerate(self._shared[: len(own_states)]):
-            _combine(metric, [states[number] for states, _ in ranks])
-        for number, recorded in enumerate(self._recorded):
-            calls = [call for _, by_metric in ranks for call in by_metric[number]]
-            recorded.replay(calls, accelerator.device)
-
-
-def compute_alone(metrics: Any) -> None:
-    """Let each torchmetrics metric compute from its own states, without the other ranks."""
-    for metric in _every(metrics):
-        metric.distributed_available_fn = _never
+        # Runs decide by these values: all ranks take those of rank 0.
+        broadcast_object_list(result)  # type: ignore[no-untyped-call]
+        return dict(result[0])
 
 
-def reset_sums(metrics: Any) -> None:
-    """Set the sums of :class:`oneloop.task_protocol.evaluation_metrics.Metrics` to zero."""
-    if has_sums(metrics):
-        for state in metrics.sums():
-            state.zero_()
-
-
-@contextmanager
-def seeded(device: torch.device) -> Iterator[None]:
-    """Seed torch's generators in this context: some metrics draw random numbers (bootstrap)."""
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
-        torch.manual_seed(0)
-        yield
-
-
-def _never() -> bool:
-    return False
-
-
-def _outer(metrics: Any) -> list[Any]:
-    """Return the metrics of a torchmetrics collection."""
-    if metrics is None or has_sums(metrics):
-        return []
-    return [*metrics.values()]
-
-
-def _every(metrics: Any) -> list[Any]:
-    """Return the metrics of a torchmetrics collection, and those inside them."""
-    return [metric for outer in _outer(metrics) for metric in _inside(outer)]
-
-
-def _inside(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yield a metric and all metrics inside it, also in its lists and dicts."""
-    # Look at each object once.
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-
-    # Find what it holds.
-    held: Any = ()
-    if isinstance(value, nn.Module):
-        if hasattr(value, "_reductions"):
-            yield value
-        held = vars(value).values()
-    elif isinstance(value, dict):
-        held = value.values()
-    elif isinstance(value, list | tuple):
-        held = value
-    for one in held:
-        yield from _inside(one, seen)
-
-
-def _is_exact(metric: Any) -> bool:
+def _can_combine(metric: Any, *, exact: bool) -> bool:
     """Whether the states of all ranks together are those of one process.
 
-    Lists are: one process only appends to them.
+    Lists are: one process only appends to them. ``exact``: sums must not round.
     """
     for name, reduction in metric._reductions.items():
         default = metric._defaults[name]
         if isinstance(default, list):
             continue
-        if getattr(reduction, "__name__", None) not in _EXACT or default.is_complex():
+        kind = getattr(reduction, "__name__", None)
+        rounds = kind == "dim_zero_sum" and (default.is_floating_point() or default.is_complex())
+        if kind not in _REDUCED or (exact and rounds):
             return False
     return True
 
@@ -204,25 +116,18 @@ def _keeps_others(metric: Any) -> bool:
 
     Examples are a window of the last micro-batches, and a bootstrap.
     """
-    return type(metric).__name__ not in _PASS_ON and len([*_inside(metric)]) > 1
+    return type(metric).__name__ not in _PASS_ON and len([*metrics_inside(metric)]) > 1
 
 
 def _states_of(metric: Any) -> dict[str, Any]:
     """Return copies of a metric's states in host memory."""
-    states = {}
-    for name, default in metric._defaults.items():
-        state = getattr(metric, name)
-        # A list may be concatenated by now.
-        if isinstance(default, list) and not isinstance(state, list):
-            state = [state]
-        states[name] = _on_host(state)
-    return states
+    return {name: _on_host(getattr(metric, name)) for name in metric._defaults}
 
 
-def _combine(metric: Any, ranks: list[dict[str, Any]]) -> None:
+def _combine(metric: Any, ranks: list[Mapping[str, Any]]) -> None:
     """Set a metric's states to those of all ranks together."""
-    device = torch.device("cpu") if metric.compute_on_cpu else metric.device
     metric._computed = None
+    device = "cpu" if getattr(metric, "compute_on_cpu", True) else metric.device
     for name, default in metric._defaults.items():
         states = [states[name] for states in ranks]
         if isinstance(default, list):
@@ -238,7 +143,7 @@ def _on_host(value: Any) -> Any:
     return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), value)
 
 
-def _on_device(value: Any, device: torch.device) -> Any:
+def _on_device(value: Any, device: torch.device | str) -> Any:
     return tree_map_only(Tensor, lambda one: one.to(device), value)
 
 
@@ -248,76 +153,15 @@ class _RecordedUpdates:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
         self._update = metric.update
-        self._forward = metric.forward
         self.calls: list[Any] = []
         metric.update = self._record
-        metric.forward = self._compute_batch
+        metric.forward = self._record
 
     def _record(self, *given: Any, **named: Any) -> None:
         self.calls.append(_on_host((given, named)))
 
-    def _compute_batch(self, *given: Any, **named: Any) -> Any:
-        """Record, and return what the metric computes for this micro-batch alone."""
-        self._record(*given, **named)
-        self._restore()
-        try:
-            return self._metric.clone().forward(*given, **named)
-        finally:
-            self._metric.update = self._record
-            self._metric.forward = self._compute_batch
-
-    def _restore(self) -> None:
-        self._metric.update = self._update
-        self._metric.forward = self._forward
-
-    def replay(self, calls: list[Any], device: torch.device) -> None:
+    def replay(self, calls: list[Any]) -> None:
         """Update the metric with these inputs, where it is: it may have stayed in host memory."""
-        device = getattr(self._metric, "device", device)
-        self._restore()
-        with seeded(device):
-            for given, named in _on_device(calls, device):
-                self._metric.update(*given, **named)
-
-
-@dataclass
-class _FloatingSum:
-    """A floating-point sum of a metric, with its values of each micro-batch."""
-
-    metrics: Any
-    name: str | int  # attribute of the state, or its index in ``metrics.sums()``
-    values: list[Tensor] = field(default_factory=list)  # by micro-batch of this rank
-
-    def state(self) -> Tensor:
-        """Return the metric's own tensor. Look it up each time: torchmetrics may replace it."""
-        state: Tensor
-        if isinstance(self.name, int):
-            state = self.metrics.sums()[self.name]
-        else:
-            state = getattr(self.metrics, self.name)
-        return state
-
-    def take(self) -> None:
-        """Store the value of this micro-batch, and begin the next one at zero."""
-        state = self.state()
-        self.values.append(state.clone())
-        state.zero_()
-
-    def gathered(self, each: int) -> Tensor:
-        """Return the values of all ranks, padded with zeros to ``each`` per rank. Collective."""
-        state = self.state()
-        padding = [torch.zeros_like(state)] * (each - len(self.values))
-        return gathered(torch.stack([*self.values, *padding]))
-
-
-def _floating_sums(metrics: Any, shared: list[Any]) -> Iterator[_FloatingSum]:
-    """Yield the floating-point sums of a task's metrics."""
-    if has_sums(metrics):
-        for index, state in enumerate(metrics.sums()):
-            if state.is_floating_point():
-                yield _FloatingSum(metrics, index)
-    for metric in shared:
-        for name, reduction in metric._reductions.items():
-            state = getattr(metric, name)
-            is_sum = getattr(reduction, "__name__", "") == "dim_zero_sum"
-            if is_sum and torch.is_tensor(state) and state.is_floating_point():
-                yield _FloatingSum(metric, name)
+        torch.manual_seed(0)  # some metrics draw random numbers (bootstrap)
+        for given, named in _on_device(calls, self._metric.device):
+            self._update(*given, **named)

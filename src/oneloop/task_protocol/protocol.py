@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.loaded_step import LOADED_FOR
-from oneloop.task_protocol.user_code import check_signatures
+from oneloop.task_protocol.user_code import named
 
 
 class Objective(Protocol):
@@ -131,7 +132,7 @@ _NEEDED = ("model", "train_set", "eval_sets", "collate", "weight")
 
 
 def check(task: Any) -> None:
-    """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
+    """Raise ValueError if a method of a task is missing, or an attribute is wrong."""
     # Choose the methods of the loss: over each sample, or over the whole batch.
     whole = hasattr(task, "batch_loss") or (hasattr(task, "embed") and not hasattr(task, "loss"))
     loss = ("embed", "batch_loss") if whole else ("loss",)
@@ -151,7 +152,11 @@ def check(task: Any) -> None:
             f"task.name {type(task).__name__} is not a task: it lacks {', '.join(missing)} (see "
             "oneloop.task_protocol.protocol.Task)"
         )
-    check_signatures(task)
+
+    # Check the attributes.
+    unit = getattr(task, "unit", "samples")
+    if unit not in ("samples", "tokens"):
+        raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
 
 
 def _has(task: Any, name: str) -> bool:

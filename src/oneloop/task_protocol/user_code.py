@@ -1,7 +1,6 @@
 """Call a task's code: an error names its file and line."""
 
 import inspect
-import math
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,26 +11,6 @@ import torch
 from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
 from oneloop.basics.extras import how_to_install
-
-_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
-    "model": (),
-    "train_set": (),
-    "eval_sets": (),
-    "metrics": (),
-    "state_dict": (),
-    "collate": ("samples",),
-    "weight": ("batch",),
-    "loss": ("model", "batch"),
-    "save": ("model", "folder"),
-    "update": ("metrics", "batch", "outputs"),
-    "show": ("sample", "outputs"),
-    "generate": ("model", "batch"),
-    "generated_metrics": (),
-    "update_generated": ("metrics", "batch", "texts"),
-    "load_state_dict": ("state",),
-    "embed": ("model", "batch"),
-    "batch_loss": ("parts", "columns"),
-}
 
 
 def named(task: Any, member: str) -> str:
@@ -106,33 +85,3 @@ def _source_line(task: Any, error: Exception) -> str:
         own = None
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
     return f"{frame.filename}:{frame.lineno}"
-
-
-def check_signatures(task: Any) -> None:
-    """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
-    # Bind the arguments of a run to each method.
-    for member, arguments in _ARGUMENTS.items():
-        method = getattr(task, member, None)
-        if not callable(method):
-            continue
-        try:
-            inspect.signature(method).bind(*arguments)
-        except TypeError as error:
-            raise BadInput(
-                f"{named(task, member)} must accept the arguments ({', '.join(arguments)}): "
-                f"{error}; write def {member}({', '.join(('self', *arguments))})"
-            ) from None
-        except ValueError:  # a C function has no signature
-            continue
-
-    # Check the attributes.
-    sample_weight = getattr(task, "sample_weight", None)
-    unit = getattr(task, "unit", "samples")
-    number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
-    if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
-        raise BadInput(
-            f"{named(task, 'sample_weight')} must be a positive number or None, got "
-            f"{sample_weight!r}"
-        )
-    if unit not in ("samples", "tokens"):
-        raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')

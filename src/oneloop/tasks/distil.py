@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.frozen.outputs import FrozenModel
-from oneloop.tasks.language.distil_sums import DistilSums
 from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
 from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
+from oneloop.tasks.language.text_sums import TextSums
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
 from oneloop.tasks.sft import SFT
 
@@ -213,15 +213,16 @@ class Distil(SFT):
             outputs["right"] = logits.argmax(-1) == target
         return each.sum(), outputs
 
-    def metrics(self) -> DistilSums:
-        return DistilSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
+    def metrics(self) -> TextSums:
+        return TextSums(
+            by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts, teacher=True
+        )
 
-    def update(  # type: ignore[override]
-        self, metrics: DistilSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    def update(
+        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})
-        metrics.add_divergence(outputs["apart"].sum(), (batch["target"] != IGNORE).sum())
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         spans = self._taught[name].spans

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.augmentation import Blended, Files, Images, Repeated, of_row, prepared
+from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.image_models import (
     CNN,

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
+from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import (
     checked_rows,
     checked_values,

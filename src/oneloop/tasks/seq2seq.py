@@ -333,10 +333,10 @@ class Seq2Seq(TokenTargets):
         )
 
     def generated_metrics(self) -> Any:
-        return text_metrics(self.text_metrics)
+        return text_metrics(self.text_metrics, near_ties=self.beams == 1)
 
     def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        update_texts(metrics, texts, references(batch, self._targets(batch["target"])))
+        update_texts(metrics, batch, texts, references(batch, self._targets(batch["target"])))
 
     def _targets(self, target: Tensor) -> list[str]:
         """Return the targets of a batch, decoded."""

@@ -164,7 +164,7 @@ class SFT(AnswerRows):
     def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
         """Compare each answer with the first answer of its conversation."""
         decoded = [self._first_answer(target) or "" for target in batch["target"].tolist()]
-        update_texts(metrics, texts, references(batch, decoded))
+        update_texts(metrics, batch, texts, references(batch, decoded))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.

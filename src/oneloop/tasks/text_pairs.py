@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.protocol import RECORDED
-from oneloop.task_protocol.retrieval_metrics import Retrieval
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.columns_together import check_together, unlearnable
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.new_reader import LEARNED, NewReader
+from oneloop.tasks.retrieval_metrics import Retrieval
 from oneloop.tasks.rows.open_data import Source, sets_of
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader, token_reader

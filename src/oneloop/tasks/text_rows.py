@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import RECORDED
+from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.language.tokens import tokenizer_key

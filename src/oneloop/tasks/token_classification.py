@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import UNTAGGED, check_words, columns_of, values_of
 from oneloop.tasks.columns_together import check_together
 from oneloop.tasks.rows.open_data import Source

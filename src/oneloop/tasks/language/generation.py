@@ -7,10 +7,15 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from oneloop.basics.generation import TEXTS, TIES, all_done
+from oneloop.basics.generation import TEXTS
+from oneloop.basics.tensors import is_alone
 
+TIES = "near_ties"
+"""entry of what is generated: (samples,), whether rounding could change the sample's text"""
 _ROUNDING = 64  # a near tie: the two largest logits differ by less than so many units of rounding
 _CHECK_EVERY = 8  # tokens after which generation ends if all rows have ended (a host sync)
 
@@ -121,10 +126,25 @@ def written(
         tokens = token[:, None]
 
         # End early if all rows have ended; their last tokens are repeated.
-        if ends and len(generated) % _CHECK_EVERY == 0 and all_done(done, model):
+        if ends and len(generated) % _CHECK_EVERY == 0 and _all_done(done, model):
             generated += [token] * (count - len(generated))
             break
     return torch.stack(generated, dim=1)
+
+
+def _all_done(done: Tensor, model: nn.Module) -> bool:
+    """Return whether all rows are done: of this rank, or under FSDP2 of all ranks.
+
+    A host sync; under FSDP2 also collective.
+
+    Args:
+        done: (rows,), bool.
+        model: sharded or not.
+    """
+    open_rows = (~done).sum()
+    if isinstance(model, FSDPModule) and not is_alone():
+        dist.all_reduce(open_rows)
+    return not int(open_rows)
 
 
 def answered(

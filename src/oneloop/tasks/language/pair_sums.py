@@ -1,14 +1,15 @@
 """Evaluation metrics of pairs of answers: means over all pairs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from oneloop.basics.wide_sums import WideSum, widest
+from oneloop.basics.wide_sums import widest
+from oneloop.tasks.light_metrics import RowSums
 
 
-class PairSums:
+class PairSums(RowSums):
     """Means of values of each pair.
 
     Args:
@@ -16,14 +17,8 @@ class PairSums:
     """
 
     def __init__(self, names: Mapping[str, bool | None]) -> None:
-        self.higher_is_better: dict[str, bool | None] = dict(names)
+        super().__init__(dict(names))
         self.names = list(names)
-        self._sums = WideSum(len(self.names) + 1)
-        """of each value, and of the pairs"""
-
-    def to(self, device: torch.device) -> "PairSums":
-        self._sums = self._sums.to(device)
-        return self
 
     def update(self, values: Mapping[str, Tensor]) -> None:
         """Add pairs, without a host sync.
@@ -31,18 +26,12 @@ class PairSums:
         Args:
             values: (pairs,), by name.
         """
-        sums = []
-        for name in self.names:
-            value = widest(values[name])
-            sums.append(value.sum())
-        sums.append(torch.ones_like(value).sum())
-        self._sums.add(torch.stack(sums))
-
-    def sums(self) -> Sequence[Tensor]:
-        return [self._sums.parts]
+        columns = [widest(values[name]) for name in self.names]
+        columns.append(torch.ones_like(columns[0]))
+        self.add([column.sum() for column in columns])
 
     def compute(self) -> dict[str, float]:
-        *totals, pairs = self._sums.value().tolist()
+        *totals, pairs = self.totals()
         means = {}
         for name, total in zip(self.names, totals, strict=True):
             means[name] = total / pairs

@@ -5,10 +5,12 @@
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from oneloop.tasks.language.generation import TIES
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 DEFAULT = ["exact_match", "bleu", "chrf", "rouge1", "rouge2", "rougeL"]
@@ -59,7 +61,7 @@ def words(text: str) -> str:
     return re.sub(r"[\W_]+", " ", text.lower())
 
 
-def text_metrics(names: Sequence[str]) -> Any:
+def text_metrics(names: Sequence[str], *, near_ties: bool = True) -> Any:
     """Return a new torchmetrics.MetricCollection. All values are between 0 and 1.
 
     Args:
@@ -67,8 +69,9 @@ def text_metrics(names: Sequence[str]) -> Any:
             al. 2002; of the corpus, with the tokens "13a" of sacrebleu), ``chrf`` (Popovic 2015; of
             the corpus, characters only), ``rouge1``, ``rouge2``, ``rougeL`` and ``rougeLsum`` (Lin
             2004; mean F1 of :func:`words`).
+        near_ties: count the texts that rounding could change (``near_ties``), too.
     """
-    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
     from torchmetrics.text import CHRFScore, ROUGEScore, SacreBLEUScore
 
     class ExactMatch(MeanMetric):
@@ -94,16 +97,21 @@ def text_metrics(names: Sequence[str]) -> Any:
     keys = tuple(name for name in names if name in ROUGE)
     if keys:
         metrics["rouge"] = Rouge(rouge_keys=keys, normalizer=words, tokenizer=str.split)
+    if near_ties:
+        metrics[TIES] = SumMetric()
     for metric in metrics.values():
         metric.set_dtype(torch.float64)
     return MetricCollection(metrics)
 
 
-def update_texts(metrics: Any, texts: Sequence[str], references: Sequence[str]) -> None:
+def update_texts(
+    metrics: Any, batch: Mapping[str, Any], texts: Sequence[str], references: Sequence[str]
+) -> None:
     """Add generated texts to the metrics of :func:`text_metrics`.
 
     Args:
         metrics: the collection.
+        batch: the batch, with ``near_ties``, (samples,), if these are counted.
         texts: generated texts.
         references: the reference of each one.
     """
@@ -111,6 +119,8 @@ def update_texts(metrics: Any, texts: Sequence[str], references: Sequence[str]) 
         if name == "exact_match":
             same = [a.strip() == b.strip() for a, b in zip(texts, references, strict=True)]
             metric.update(torch.tensor(same, dtype=torch.float64, device=metric.device))
+        elif name == TIES:
+            metric.update(batch[TIES].to(metric.device))
         elif name == "rouge":
             metric.update(list(texts), list(references))
         else:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.wide_sums import widest
-from oneloop.task_protocol.evaluation_metrics import TextSums
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
 from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.text_sums import TextSums
 from oneloop.tasks.rows.open_data import SplitSets
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
@@ -119,8 +119,14 @@ class TokenTargets(SplitSets):
         whole = None
         if self.counts_whole_texts:
             whole = (right | ~is_target).all(1)
-        loss = widest(outputs["loss"]).sum()
-        metrics.update(loss, is_target.sum(), right=right.sum(), text=text, whole=whole)
+        metrics.update(
+            widest(outputs["loss"]).sum(),
+            is_target.sum(),
+            right=right.sum(),
+            text=text,
+            whole=whole,
+            divergence=outputs["apart"].sum() if "apart" in outputs else None,
+        )
 
     def _sizes_on(self, device: torch.device) -> Tensor | None:
         """Return the bytes of each token on ``device``, where they are copied only once."""

@@ -1,12 +1,13 @@
 """Retrieval metrics: recall@k and mean reciprocal rank of the right document."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from oneloop.basics.row_blocks import row_blocks
-from oneloop.basics.wide_sums import WideSum, widest
+from oneloop.basics.wide_sums import widest
+from oneloop.tasks.light_metrics import RowSums
 
 _NAMES = (
     "recall@1",
@@ -65,7 +66,7 @@ class _Groups:
         return self._is_first & ~right[:, self._document]
 
 
-class Retrieval:
+class Retrieval(RowSums):
     """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
 
     The same is computed in the other direction (``reverse_…``). A document that is as similar as
@@ -78,17 +79,9 @@ class Retrieval:
     """
 
     def __init__(self, *, group: bool = False) -> None:
+        names = [*_NAMES, *(f"reverse_{name}" for name in _NAMES)]
+        super().__init__(dict.fromkeys(names, True))
         self.group = group
-        self.higher_is_better: dict[str, bool | None] = {}
-        for direction in ("", "reverse_"):
-            for name in _NAMES:
-                self.higher_is_better[direction + name] = True
-        self._sums = [WideSum(5), WideSum(5)]
-        """by direction: the sum of each metric, in this order, and the number of queries"""
-
-    def to(self, device: torch.device) -> "Retrieval":
-        self._sums = [sums.to(device) for sums in self._sums]
-        return self
 
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
         """Add a set of pairs: query and right document have the same index.
@@ -102,14 +95,15 @@ class Retrieval:
                 wrong. With ``group`` there are two: equal texts of queries, and of documents, have
                 equal numbers.
         """
-        self._add(self._sums[0], queries, documents, ids)
-        reverse = [*ids][::-1]
-        self._add(self._sums[1], documents, queries, reverse)
+        sums = self._ranked(queries, documents, ids)
+        reverse = self._ranked(documents, queries, [*ids][::-1])
+        for of_block, of_reverse in zip(sums, reverse, strict=True):
+            self.add([*of_block, *of_reverse])
 
-    def _add(
-        self, sums: WideSum, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
-    ) -> None:
-        """Add the pairs to the ``sums`` of one direction, in place."""
+    def _ranked(
+        self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
+    ) -> Iterator[list[Tensor]]:
+        """Yield the sums of a block of queries: of each metric, and their number."""
         groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
@@ -125,19 +119,12 @@ class Retrieval:
             if groups is not None:
                 before &= groups.counted(rows)
             rank = widest(1 + before.sum(1))
-            found = []
-            for k in (1, 5, 10):
-                found.append((rank <= k).sum())
-            found.append((1 / rank).sum())
-            found.append(rank.new_full((), len(rank)))
-            sums.add(torch.stack(found))
-
-    def sums(self) -> Sequence[Tensor]:
-        return [sums.parts for sums in self._sums]
+            in_first = [(rank <= k).sum() for k in (1, 5, 10)]
+            yield [*in_first, (1 / rank).sum(), torch.ones_like(rank).sum()]
 
     def compute(self) -> dict[str, float]:
-        sums = torch.stack([sums.value() for sums in self._sums])
-        queries = sums[:, 4:]
-        means = sums[:, :4] / queries
-        values = means.flatten().tolist()
-        return dict(zip(self.higher_is_better, values, strict=True))
+        totals = self.totals()
+        queries = totals.pop()
+        del totals[len(_NAMES)]  # as many queries in the other direction
+        means = [total / queries for total in totals]
+        return dict(zip(self.higher_is_better, means, strict=True))
