@@ -146,8 +146,8 @@ def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Or
     """Return the data set's order if it defines one, else a permutation.
 
     Args:
-        dataset: a map-style data set; its order is ``dataset.order(seed=…, batch=…)``. If that
-            method also takes ``shuffle``, it is passed.
+        dataset: a map-style data set; its order is ``dataset.order(seed=…, batch=…)``. Without
+            ``shuffle``, the method gets ``shuffle=False``.
         seed: seed of the order.
         batch: samples of a step.
         shuffle: False: the samples of each set as they are stored.
@@ -157,16 +157,17 @@ def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Or
     """
     if not callable(getattr(dataset, "order", None)):
         return Order(len(dataset), seed=seed) if shuffle else StoredOrder(len(dataset))
-    options: dict[str, Any] = {}
-    if not shuffle:
-        if "shuffle" not in inspect.signature(dataset.order).parameters:
-            raise ValueError(
-                "data.shuffle false does not work with the order that "
-                f"{type(dataset).__name__}.order defines; remove one of them, or let that method "
-                "take shuffle"
-            )
-        options["shuffle"] = False
-    order: Ordered = dataset.order(seed=seed, batch=batch, **options)
+    order: Ordered
+    if shuffle:
+        order = dataset.order(seed=seed, batch=batch)
+        return order
+    if "shuffle" not in inspect.signature(dataset.order).parameters:
+        raise ValueError(
+            "data.shuffle false does not work with the order that "
+            f"{type(dataset).__name__}.order defines; remove one of them, or let that method "
+            "take shuffle"
+        )
+    order = dataset.order(seed=seed, batch=batch, shuffle=False)
     return order
 
 
