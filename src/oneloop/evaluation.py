@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -20,7 +20,7 @@ from oneloop.data.sample_reader import CannotSend, sample_reader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
-from oneloop.show.examples import Examples, Shows
+from oneloop.show.examples import Examples
 from oneloop.task_protocol.evaluation_metrics import make_metrics, matrices, prefix, scalars
 from oneloop.task_protocol.evaluation_sums import LossSums, WholeBatches
 from oneloop.task_protocol.generated import Generation, for_metrics, generating_weights
@@ -118,7 +118,7 @@ def evaluate(
                 metrics.update(batch, outputs)
             if examples is not None:
                 examples.take(batch, outputs)
-        _look(examples, task, model, loading, micro, accelerator)
+        _look(examples, task, model, loading, micro)
 
     with BEATS.phase(METRICS):
         results = _combined([*sources], losses, metrics, task, examples)
@@ -241,7 +241,6 @@ def _look(
     model: nn.Module,
     loading: "_Loading",
     micro: int,
-    accelerator: Accelerator,
 ) -> None:
     """Show the chosen samples, if the task can show them. Collective: call on every rank."""
     if examples is None or not hasattr(task, "show"):
@@ -254,14 +253,7 @@ def _look(
             return samples, next(transferred(iter([batch]), loading.device))
 
         try:
-            examples.look(
-                cast(Shows, task),
-                model,
-                len(loading.samples),
-                load,
-                micro=micro,
-                accelerator=accelerator,
-            )
+            examples.look(task, model, len(loading.samples), load, micro=micro)
         except CannotSend as error:  # on all ranks, which load the same samples
             examples.problem = f"a data worker cannot send a sample ({error})"
 

@@ -128,7 +128,7 @@ def test_a_stream_is_rejected_with_the_ways_out():
 
 
 def test_no_tracker_in_a_list_names_the_spelling():
-    with pytest.raises(BadInput, match='write track="none" alone'):
+    with pytest.raises(BadInput, match="set --track none alone"):
         check_trackers(["none"])
 
 

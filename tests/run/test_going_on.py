@@ -185,12 +185,11 @@ def whole(tmp_path_factory) -> Path:
     return folder
 
 
-BOOKS = ["recipe.yaml", "metrics.jsonl", "examples.json"]
+BOOKS = ["recipe.yaml", "metrics.jsonl"]
 # The random damage below goes through the readers of the first two files.
 DAMAGED_BY_DEFAULT = {
     ("recipe.yaml", "empty"),
     ("metrics.jsonl", "cut"),
-    ("examples.json", "not UTF-8"),
 }
 DAMAGED = [(name, kind) for name in BOOKS for kind in DAMAGE]
 

@@ -16,27 +16,27 @@ from torch.nn import functional as F
 
 from oneloop.evaluation import evaluate
 from oneloop.launch.processes import start
-from oneloop.show.examples import Examples
-from oneloop.show.pictures import data_url, matrix, picture, tiles
+from oneloop.show.examples import Examples, plain
 from oneloop.task_protocol.evaluation_metrics import directions
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tools.report.pictures import data_url, log_samples
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
     "oneloop.show.examples",
-    "oneloop.show.pictures",
     "oneloop.show.tracking",
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.tasks.causal_lm",
     "oneloop.tools.report.page",
+    "oneloop.tools.report.pictures",
 )
 
 
 def looked_at() -> dict:
     """Return the examples of an untrained CNN on the validation digits."""
-    world, task, examples = start(), ImageClassification(width=8), Examples(fixed=4, worst=5)
+    world, task, examples = start(), ImageClassification(width=8), Examples(5)
     torch.manual_seed(0)
     model = world.prepare(task.model())
     evaluate(
@@ -47,7 +47,7 @@ def looked_at() -> dict:
         micro=7,
         examples=examples,
     )
-    return examples.plain()
+    return examples.as_json(0)
 
 
 def written() -> list[tuple[str, str]]:
@@ -102,9 +102,10 @@ def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
         )
         assert [one["index"] for one in fixed] == [
             0,
-            len(labels) // 4,
-            len(labels) // 2,
-            3 * len(labels) // 4,
+            len(labels) // 5,
+            2 * len(labels) // 5,
+            3 * len(labels) // 5,
+            4 * len(labels) // 5,
         ]
         for one in (*worst, *fixed):
             assert one["target"] == str(labels[one["index"]].item())
@@ -182,8 +183,22 @@ def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ra
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "digits"))
     events.Reload()
     tags = events.Tags()
-    assert {"examples/fixed", "examples/worst", "examples/confusion"} <= set(tags["images"])
-    assert [event.step for event in events.Images("examples/worst")] == [4, 8]
+    assert {"examples/fixed/image", "examples/worst/image"} == set(tags["images"])
+    images = events.Images("examples/worst/image")
+    assert [(image.step, image.height, image.width) for image in images] == [
+        (4, 8, 64),
+        (8, 8, 64),
+    ]
+    texts = {
+        name: events.Tensors(f"examples/{name}/text_summary")[-1]
+        .tensor_proto.string_val[0]
+        .decode()
+        for name in ("fixed", "worst", "confusion")
+    }
+    assert texts["worst"].count("**sample ") == texts["fixed"].count("prediction") == 8
+    counts = found["matrices"]["confusion"]["counts"]
+    rows = [line.split(" | ")[1:] for line in texts["confusion"].splitlines()[2:]]
+    assert [[int(count.removesuffix(" |")) for count in row] for row in rows] == counts
     assert {"train/loss", "train/lr", "eval/accuracy"} <= set(tags["scalars"])
     assert tags["graph"]
     nodes = {node.name: node for node in events.Graph().node}
@@ -233,8 +248,9 @@ def test_texts_in_tensorboard(tmp_path):
         tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
         for tag in events.Tags()["tensors"]
     }
-    assert "generated text after the arrow" in texts["fixed/0/text_summary"]
-    assert any(tag.startswith("worst/") for tag in texts)
+    fixed, worst = (texts[f"examples/{name}/text_summary"] for name in ("fixed", "worst"))
+    assert fixed.count("generated text after the arrow") == fixed.count("\N{RIGHTWARDS ARROW}") == 8
+    assert worst.count("**sample ") == 8 and "loss " in worst
 
 
 def test_a_task_that_cannot_show_leaves_nothing(tmp_path):
@@ -271,7 +287,7 @@ def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
     ]
     run(train, [*words, "--eval.samples", "0", "--run.dir", "none"], folder=tmp_path).ok()
     found = json.loads((tmp_path / "none" / "examples.json").read_text())
-    assert found["samples"] == [] and found["matrices"]["confusion"] and not found["generated"]
+    assert found["samples"] == [] and found["matrices"]["confusion"]
     run(
         train,
         [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"],
@@ -324,7 +340,7 @@ def test_what_cannot_be_shown_stops_nothing(how, worst, fixed):
         examples=examples,
     )
     assert found["mean"] == 1.0
-    shown = json.loads(json.dumps(examples.plain()))["samples"]
+    shown = json.loads(json.dumps(examples.as_json(0)))["samples"]
     assert [one["worst"] for one in shown] == [True] * worst + [False] * fixed
     assert all(one["prediction"] == "3" for one in shown)
     assert ("cannot be shown (Odd.show" in examples.problem) == (how in ("raises", "nothing"))
@@ -360,28 +376,93 @@ def test_a_matrix_is_no_metric_for_a_decision(tmp_path):
     }
 
 
+def drawn(image: object, **how: bool) -> np.ndarray:
+    """Return the pixels of what data_url() draws."""
+    url = data_url(image, **how)
+    assert url.startswith("data:image/png;base64,")
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))))
+
+
 def test_pictures():
     image = torch.linspace(-1, 1, 64).reshape(1, 8, 8)
-    drawn = picture(image)
-    assert (
-        drawn.size == (160, 160)
-        and drawn.getpixel((0, 0)) == 0
-        and drawn.getpixel((159, 159)) == 255
+    grey = (255 * torch.arange(64) / 63).round().reshape(8, 8, 1).expand(-1, -1, 3)
+    assert np.array_equal(drawn(image), grey.numpy())
+    assert drawn(torch.rand(3, 400, 200)).shape == (320, 160, 3)
+    assert drawn(torch.rand(28, 28)).shape == (28, 28, 3)
+    assert drawn(torch.rand(100, 1000)).shape == (48, 480, 3)
+    with pytest.raises(ValueError, match=r"an image of shape \(2, 3, 8, 8\)"):
+        data_url(torch.rand(2, 3, 8, 8))
+
+
+def test_a_class_of_a_mask_has_the_same_colour_in_each_picture():
+    classes = torch.arange(30).reshape(5, 6)
+    colours = drawn(classes, mask=True).reshape(-1, 3)
+    assert not colours[0].any() and len({tuple(colour) for colour in colours}) == 30
+    assert (drawn(torch.full((5, 6), 7), mask=True) == colours[7]).all()
+    assert (drawn(np.full((5, 6), 7, np.uint8), mask=True) == colours[7]).all()
+    assert drawn(torch.ones(4, 4, dtype=torch.bool), mask=True).any()
+
+
+class Tracker:
+    """A tracker of accelerate that keeps what it gets."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.images: dict[str, np.ndarray] = {}
+        self.rows: list[list[str]] = []
+
+    def log_images(self, values: dict[str, np.ndarray], step: int) -> None:
+        self.images |= values
+
+    def log_table(self, name: str, columns: list[str], data: list[list[str]], step: int) -> None:
+        self.rows = data
+
+
+def test_wandb_gets_pictures_of_one_size_and_a_table_of_texts():
+    sizes = ((8, 8), (4, 12))
+    samples = [
+        {
+            "index": index,
+            "worst": False,
+            "loss": None,
+            "target": "cat",
+            "parts": {"image": data_url(torch.rand(size)), "mask": data_url(torch.rand(4, 4))},
+        }
+        for index, size in enumerate(sizes)
+    ]
+    content = {"step": 3, "weights": "ema", "samples": samples, "matrices": {}}
+    wandb, other = Tracker("wandb"), Tracker("clearml")
+    for tracker in (wandb, other):
+        log_samples(tracker, content)
+        assert tracker.rows == [
+            ["ema/examples/fixed", "**sample 0**, label cat\n\n\n**sample 1**, label cat\n"]
+        ]
+    assert not other.images
+    assert {name: sheet.shape for name, sheet in wandb.images.items()} == {
+        "ema/examples/fixed/image": (2, 8, 12, 3),
+        "ema/examples/fixed/mask": (2, 4, 4, 3),
+    }
+    first, second = wandb.images["ema/examples/fixed/image"]
+    assert (first[:, 8:] == 255).all() and (second[4:] == 255).all()
+
+
+def test_what_is_written_of_a_sample_has_a_type_and_a_limit():
+    shown = plain(
+        {
+            "text": "x" * 300_000,
+            "tokens": [("a", None), ("b", 1.5)] * 9000,
+            "target": torch.tensor(3),
+            "prediction": 4,
+            "right": torch.tensor(False),
+            "confidence": 0.5,
+            "image": torch.rand(3, 2000, 1000),
+        }
     )
-    assert picture(torch.rand(3, 400, 200)).size == (160, 320)
-    assert picture(torch.rand(28, 28)).size == (168, 168)
-    assert picture(torch.rand(100, 1000)).size == (480, 48)
-    red, black = torch.ones(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
-    assert picture(red, mask=True).getpixel((0, 0)) != picture(black, mask=True).getpixel((0, 0))
-    read = Image.open(io.BytesIO(base64.b64decode(data_url(image).partition(",")[2])))
-    assert np.array_equal(np.asarray(read), np.asarray(drawn))
-    samples = [{"image": image, "target": "4", "prediction": "9", "right": False}] * 9
-    assert tiles(samples).shape == (2 * (160 + 40), 8 * 168, 3)
-    grid = matrix({"rows": ["a", "b"], "columns": ["a", "b"], "counts": [[5, 0], [1, 1]]})
-    good, half, none = grid[45, 84], grid[79, 118], grid[45, 118]
-    assert none.tolist() == [255, 255, 255] and good[0] < half[0] < 255
-    wide = matrix({"rows": ["a"], "columns": ["a", "b", "none"], "counts": [[1, 2, 3]]})
-    assert wide.shape == (40 + 34, 80 + 3 * 34, 3)
+    assert len(shown["text"]) == 100_000 and len(shown["tokens"]) == 10_000
+    assert (shown["target"], shown["prediction"]) == ("3", "4")
+    assert (shown["right"], shown["confidence"]) == (False, 0.5)
+    assert len(shown["parts"]["image"]) < 4 / 3 * 160 * 320 * 3 + 10_000
+    json.dumps(shown)
 
 
 def test_the_page_shows_them(tmp_path):
@@ -395,7 +476,7 @@ def test_the_page_shows_them(tmp_path):
             "index": 3,
             "worst": True,
             "loss": 2.0,
-            "image": "data:image/png;base64,AAAA",
+            "parts": {"image": "data:image/png;base64,AAAA"},
             "target": "cat",
             "prediction": "dog",
         },
@@ -419,7 +500,7 @@ def test_the_page_shows_them(tmp_path):
     )
     page = report([folder])
     assert (
-        'alt="sample 3: is cat, predicted dog"' in page
+        'alt="sample 3: image, is cat, predicted dog"' in page
         and "✗ prediction dog" in page
         and "is cat" in page
     )

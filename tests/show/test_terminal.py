@@ -18,6 +18,7 @@ from rich.console import Console
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
 from oneloop.measure.advice import Advice, diagnosis
+from oneloop.run.summary import _remarks
 from oneloop.show.terminal import Display
 from oneloop.tools.run_reader import Follower
 from oneloop.tools.terminal_charts import plotted
@@ -27,6 +28,7 @@ from worlds import ROOT, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.basics.progress",
     "oneloop.measure.advice",
+    "oneloop.run.summary",
     "oneloop.show.terminal",
     "oneloop.tools.run_reader",
     "oneloop.tools.terminal_charts",
@@ -36,22 +38,17 @@ pytestmark = pytest.mark.covers(
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
 SUMMARY = {
-    "exit_reason": "done",
-    "step": 100,
     "samples": 6400,
     "seconds": 10.0,
-    "train/loss": 0.5,
-    "eval/loss": 0.25,
-    "eval/accuracy": 0.9,
-    "ema/eval/loss": 0.2,
     "best": {"metric": "eval/loss", "value": 0.24, "step": 90},
+    "final": {"weights": "last", "step": 100},
 }
 
 
 def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=120, quiet=not on)
-    with Display(shown=on, console=console, interval=0.0, **how) as display:
+    with Display(shown=on, console=console, **how) as display:
         step = 40
         display.begin(lambda: step, total=100)
         display.metrics(50, FIGURES)
@@ -61,38 +58,24 @@ def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
         display.say("a line that stays [not markup]")
         step = 100  # the bar reads it when it is drawn for the last time
         display.metrics(100, FIGURES)
-    display.summary(SUMMARY)
     return text.getvalue()
 
 
-def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
+def test_metrics_that_a_task_names_are_shown_as_far_as_they_fit():
     figures = FIGURES | {"train/reconstruction": 0.25, "train/beta": 0.5}
     named = ("train/reconstruction", "train/beta")
     text = io.StringIO()
-    with Display(
-        console=Console(file=text, force_terminal=False, width=40), interval=0.0
-    ) as display:
+    with Display(console=Console(file=text, force_terminal=False, width=40)) as display:
+        display.begin(lambda: 1, total=9)
         display.metrics(1, figures, named=named)
-    # one line in a file
-    assert "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()
-    results = {f"eval/metric_{n}": 0.5 for n in range(6)}
-    text = io.StringIO()
-    with Display(
-        console=Console(file=text, force_terminal=True, width=60), interval=0.0
-    ) as display:
-        display.results(7, results, "ema")
-    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
-    lines = [line.strip() for line in plain.splitlines() if "metric" in line or "ema" in line]
-    assert max(map(len, lines)) <= 60 and len(lines) == 3
-    assert " ".join(lines).split() == [
-        "step",
-        "7",
-        *" ".join(f"{name} 0.5000" for name in results).split(),
-        "(ema)",
-    ]
+        display.results(7, {f"eval/metric_{n}": 0.5 for n in range(6)}, "ema")
+    # one line each in a file
+    lines = text.getvalue().splitlines()
+    assert "loss 1.5000  1,234 samples/s  reconstruction 0.2500  beta 0.5000  " in lines[0]
+    assert lines[1].startswith("step 7  eval/metric_0 0.5000  ") and lines[1].endswith("  (ema)")
     for width, shown_names in (
         (80, ["loss"]),
-        (110, ["loss", "reconstruction"]),
+        (100, ["loss", "reconstruction"]),
         (130, ["loss", "reconstruction", "beta"]),
     ):
         text = io.StringIO()
@@ -100,11 +83,13 @@ def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
             display.begin(lambda: 3, total=9)
             display.metrics(3, figures, named=named)
         (last, *_) = re.findall(
-            r"[^\r\n\x1b]*samples/s", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
+            r"[^\r\n\x1b]*samples/s[^\r\n\x1b]*",
+            re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()),
         )
-        assert [
-            name for name in ("loss", "reconstruction", "beta") if f"{name} " in last
-        ] == shown_names, last
+        names = ("loss", "reconstruction", "beta")
+        assert [name for name in names if f"{name} 0." in last or f"{name} 1." in last] == (
+            shown_names
+        ), last
         assert "1,234 samples/s" in last
 
 
@@ -135,18 +120,18 @@ def test_plain_lines_off_a_terminal():
     assert lines[4].startswith("step 100/100")
 
 
-def test_the_table_at_the_end():
-    rows = [
-        [cell.strip() for cell in line.split("│")]
-        for line in shown(terminal=False).splitlines()
-        if "│" in line
+def test_the_lines_at_the_end():
+    lines = list(_remarks(SUMMARY))
+    assert lines == [
+        "6,400 samples in 10.0 s, 640 samples/s on average",
+        "best eval/loss: 0.2400 at step 90",
+        "final/ holds the last weights, of step 100",
     ]
-    assert ["eval/loss", "0.2500", "0.2000"] in rows and ["eval/accuracy", "0.9000", ""] in rows
-    assert ["best eval/loss", "0.2400 at step 90", ""] in rows and [
-        "time",
-        "10.0 s, 640 samples/s on average",
-        "",
-    ] in rows
+    early = SUMMARY | {"best": {"metric": "eval/loss", "value": 0.24, "step": 80}}
+    assert list(_remarks(early))[-1] == (
+        "final/ holds the last weights, of step 100; --save.final best keeps those of the best "
+        "evaluation"
+    )
 
 
 def test_bars_on_a_terminal():
@@ -178,6 +163,7 @@ def test_json_lines():
 def test_json_is_json_whatever_the_metrics_are():
     text = io.StringIO()
     display = Display(as_json=True, quiet=True, console=Console(file=text))
+    display.begin(lambda: 0, total=9)
     display.metrics(1, FIGURES)
     display.say("a :x: b")
     display = Display(as_json=True, console=Console(file=text))

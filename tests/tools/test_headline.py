@@ -103,17 +103,14 @@ def test_what_one_point_of_several_runs_says_is_in_the_table(tmp_path):
 LOSS = "Loss (train: mean since the previous point) (1 point)"
 
 
-@pytest.mark.parametrize(
-    ("how", "title"),
-    [
-        ({"generated": True}, "Generated pictures for validation samples, at step 3"),
-        ({"generated": "yes"}, "Pictures for validation samples, at step 3"),
-        ({}, "Pictures for validation samples, at step 3"),
-    ],
-)
-def test_generated_pictures_are_called_so(how, title):
-    samples = [{"index": 0, "image": "data:image/png;base64,AA=="}]
-    assert title in sections({"step": 3, "samples": samples, **how})[0]
+def test_the_title_says_what_the_samples_show():
+    parts = {"parts": {"image": "data:image/png;base64,AA=="}}
+    for sample, title in (
+        (parts, "Pictures for validation samples, at step 3"),
+        ({"text": "x"}, "Some validation samples, at step 3"),
+        ({**parts, "prediction": "cat"}, "Predictions for validation samples, at step 3"),
+    ):
+        assert title in sections({"step": 3, "samples": [{"index": 0, **sample}]})[0]
 
 
 def test_curves_of_classes_are_in_one_chart(tmp_path):

@@ -268,7 +268,7 @@ def test_a_gan_reaches_what_the_page_says(tmp_path, name):
     assert good(ended[metric]) and said in page, ended
     assert ended["best"]["metric"] == metric
     samples = json.loads((tmp_path / "runs" / name / "examples.json").read_text())["samples"]
-    assert len(samples) == 8 and all("image" in sample for sample in samples)
+    assert len(samples) == 8 and all("image" in sample["parts"] for sample in samples)
 
     if name == "by_turns":
         (images,) = run(sampled, folder=tmp_path).ok()

@@ -67,7 +67,7 @@ class Evaluations:
         # Collect examples of predictions, except of the test set alone.
         examples = None
         if sets.keys() - {"test"}:
-            examples = Examples(fixed=config.samples, worst=config.samples)
+            examples = Examples(config.samples)
 
         run.be_patient()
         state.checkpoints.poll()  # an evaluation may take long: the last save must not wait for it

@@ -59,7 +59,6 @@ def end_of(
     folder.close()
 
     # Print the result.
-    run.display.summary(summary)
     run.display.lines(_remarks(summary))
     ended = f"{summary['exit_reason']}; results in {folder.path}"
     if "mirrored" in summary:
@@ -82,7 +81,11 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the summary: noise scale, time, goodput, and a better evaluation."""
+    """Yield the lines at the end: noise scale, time, goodput, the best evaluation, and final/."""
+    if summary.get("samples") and summary.get("seconds"):
+        rate = summary["samples"] / summary["seconds"]
+        seconds = f"{summary['seconds']:,.1f} s"
+        yield f"{summary['samples']:,} samples in {seconds}, {rate:,.0f} samples/s on average"
     for name in ("noise_scale", "time"):
         about = summary.get(name)
         if about and " n/a" not in about:
@@ -92,12 +95,14 @@ def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     if about:
         yield about
 
-    # Report a best evaluation that is well before the end.
     best = summary.get("best") or {}
+    if best.get("value") is not None:
+        yield f"best {best['metric']}: {metric(best['value'])} at step {best['step']:,}"
     final = summary.get("final") or {}
-    step = best.get("step") or 0
-    if final.get("weights") == "last" and 0 < step < 0.9 * final["step"]:
-        yield (
-            f"{best['metric']} was best at step {step:,}: {metric(best['value'])}; final/ holds "
-            "the last weights; --save.final best keeps those of the best evaluation"
-        )
+    if final and not summary.get("exit_code"):
+        about = f"final/ holds the {final['weights']} weights, of step {final['step']:,}"
+
+        # Was the best evaluation well before the end?
+        if final["weights"] == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
+            about += "; --save.final best keeps those of the best evaluation"
+        yield about

@@ -7,7 +7,6 @@ Lines are written atomically, truncated at a resume, and repaired after damage.
 >>> state = lines.state_dict()                  # length, last step and checksum
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +17,6 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, printable, set_aside
 from oneloop.basics.untrusted import damaged, parsed_json
 
-_CHUNK = 1 << 22  # bytes per read
 _MOST_STEPS = 1 << 53
 
 
@@ -39,7 +37,6 @@ class Lines:
         self._step = 0  # of the last one
         self._digest = xxh3_64()  # of the first ``_good`` bytes
         self._file: IO[bytes] | None = None
-        self._broken = True  # whether an incomplete line may follow the last complete one
 
     def state_dict(self) -> dict[str, Any]:
         """Return the bytes written, the last step and a checksum."""
@@ -48,11 +45,11 @@ class Lines:
     def append(self, line: Mapping[str, Any]) -> None:
         """Write one line, with NaN and Inf as text, since JSON does not have them."""
         self._write(dumps(line).encode() + b"\n")
-        self._step = int(line.get("step", self._step))
+        self._step = line["step"]
 
     def begin(self) -> None:
         """Start with an empty file."""
-        self._cut(0)
+        self._write(b"")
 
     def back_to(self, state: Mapping[str, Any], *, kept: bytes) -> None:
         """Truncate the file to ``state``, but keep later complete lines that contain ``kept``.
@@ -64,77 +61,46 @@ class Lines:
             state: what :meth:`state_dict` returned.
             kept: part of the lines to keep.
         """
-        # Rewrite a file that does not match from its readable lines.
-        if self._move_invalid() or not self._holds(state):
-            most = state["step"]
-            good = [line for line in self._readable() if json.loads(line)["step"] <= most]
+        file = self._opened()
+        file.seek(0)
+        content = file.read()
+
+        # Keep what the checkpoint refers to, or else the lines before it that can be read.
+        step = state["step"]
+        old = content[: state["bytes"]]
+        if xxh3_64(old).hexdigest() == state["xxh3"]:
+            later = content[len(old) :].splitlines(keepends=True)
+            lines = [line for line in later if kept in line and line.endswith(b"\n")]
+        else:
+            old = b""
+            lines = []
+            for line in content.splitlines():
+                for entry in parsed([line]):  # none if it is damaged
+                    if entry["step"] <= step:
+                        lines.append(line + b"\n")
             self._say(
-                f"{self.path} does not match the checkpoint (cut or damaged): the {len(good)} "
+                f"{self.path} does not match the checkpoint (cut or damaged): the {len(lines)} "
                 "readable lines before it are kept; the curves have a gap"
             )
-            self._cut(0)
-            self._write(b"".join(good))
-            self._step = most
-            return
 
-        # Truncate a file that matches, and append the lines to keep.
-        file = self._opened()
-        file.seek(int(state["bytes"]))
-        lines = file.read().splitlines(keepends=True)
-        later = [line for line in lines if kept in line and line.endswith(b"\n")]
-        self._cut(int(state["bytes"]))
-        self._step = state["step"]
-        self._write(b"".join(later))
+        # The next write truncates the file.
+        self._good = len(old)
+        self._digest = xxh3_64(old)
+        self._step = step
+        self._write(b"".join(lines))
 
     def close(self) -> None:
-        """Close the file; a later write opens it again."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
-            self._file = None
 
     def _opened(self) -> IO[bytes]:
+        """Return the open file; rename a link, a folder or a pipe in its place."""
         if self._file is None:
-            self._move_invalid()
-            self._file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
+            if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
+                set_aside(self.path)
+            self._file = self.path.open("a+b", buffering=0)
         return self._file
-
-    def _move_invalid(self) -> bool:
-        """Rename the path if it is a link or not a regular file; return whether it was."""
-        if not self.path.is_symlink() and (not self.path.exists() or self.path.is_file()):
-            return False
-        set_aside(self.path)
-        return True
-
-    def _holds(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the file begins with the content of ``state``; set the digest to it."""
-        length = int(state["bytes"])
-        self._digest = xxh3_64()
-        file = self._opened()
-        file.seek(0)
-        while length and (chunk := file.read(min(length, _CHUNK))):
-            self._digest.update(chunk)
-            length -= len(chunk)
-        if length:
-            return False  # the file is too short
-        return bool(state["xxh3"] == self._digest.hexdigest())
-
-    def _readable(self) -> Iterator[bytes]:
-        """Yield the lines that are complete."""
-        file = self._opened()
-        file.seek(0)
-        for line in file.read().splitlines():
-            if any(parsed([line])):
-                yield line + b"\n"
-
-    def _cut(self, good: int) -> None:
-        """Truncate the file to ``good`` bytes, whose digest is already set."""
-        if not good:
-            self._digest = xxh3_64()
-        file = self._opened()
-        file.truncate(good)
-        file.seek(good)
-        self._good = good
-        self._broken = False
 
     def _write(self, lines: bytes) -> None:
         """Append after the last complete line.
@@ -142,20 +108,16 @@ class Lines:
         This removes a line that a full disk has cut off.
         """
         file = self._opened()
-        if self._broken:
-            file.truncate(self._good)
-            file.seek(self._good)
-        self._broken = True
+        file.truncate(self._good)
         rest = memoryview(lines)
         while rest:
             rest = rest[file.write(rest) :]
         self._good += len(lines)
         self._digest.update(lines)
-        self._broken = False
 
 
 def parsed(lines: Iterable[bytes], *, of: Path | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of metrics.jsonl.
+    """Yield the parsed lines of metrics.jsonl: readers can use the step and the kind of each.
 
     Args:
         lines: with their line ends. The last one may lack it: it is incomplete, and skipped.
@@ -164,25 +126,21 @@ def parsed(lines: Iterable[bytes], *, of: Path | None = None) -> Iterator[dict[s
     Raises:
         BadInput: a line is damaged.
     """
-    for line in lines:
+    for text in lines:
         try:
-            yield _parsed(line)
+            with damaged("it"):
+                line: dict[str, Any] = parsed_json(text)
+                step = line["step"]
+                if type(step) is not int or not 0 <= step < _MOST_STEPS:
+                    raise ValueError(f"its step is {step!r:.60}")
+                for name in ("event", "weights"):
+                    if not isinstance(line.get(name, ""), str):
+                        raise ValueError(f"its {name} is not a text")
         except ValueError as error:
-            if of is not None and line.endswith(b"\n"):
+            if of is not None and text.endswith(b"\n"):
                 raise BadInput(
-                    f"{of} has a damaged line ({printable(error)}: {line!r:.60}); remove the line "
+                    f"{of} has a damaged line ({printable(error)}: {text!r:.60}); remove the line "
                     "(a resume of the run does so, too)"
                 ) from error
-
-
-@damaged("it")
-def _parsed(text: bytes) -> dict[str, Any]:
-    """Return a line of which readers can use the step and what kind of line it is."""
-    line: dict[str, Any] = parsed_json(text)
-    step = line["step"]
-    if type(step) is not int or not 0 <= step < _MOST_STEPS:
-        raise ValueError(f"its step is {step!r:.60}")
-    for name in ("event", "weights"):
-        if not isinstance(line.get(name, ""), str):
-            raise ValueError(f"its {name} is not a text")
-    return line
+        else:
+            yield line

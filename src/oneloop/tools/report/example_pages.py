@@ -41,8 +41,7 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
             title = f"Trained tokens of a sample{of}, {at}"
             shown.append(_section(title, [_card(partly[0])]))
     elif fixed:
-        what = _what(fixed, generated=examples.get("generated") is True)
-        title = f"{what} validation samples{of}, {at}"
+        title = f"{_what(fixed)} validation samples{of}, {at}"
         shown.append(_section(title, map(_card, fixed), _widest(fixed)))
     if worst:
         title = f"Validation samples with the largest losses{of}, {at}"
@@ -50,13 +49,11 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     return shown
 
 
-def _what(samples: Sequence[Mapping[str, Any]], *, generated: bool) -> str:
+def _what(samples: Sequence[Mapping[str, Any]]) -> str:
     """Return how a title begins, by what the samples show."""
     if any("prediction" in sample or "prediction" in _parts(sample) for sample in samples):
         return "Predictions for"
-    if not _widest(samples):
-        return "Some"
-    return "Generated pictures for" if generated else "Pictures for"
+    return "Pictures for" if _widest(samples) else "Some"
 
 
 def _has_untrained(sample: Mapping[str, Any]) -> bool:
@@ -66,11 +63,11 @@ def _has_untrained(sample: Mapping[str, Any]) -> bool:
 
 def _widest(samples: Sequence[Mapping[str, Any]]) -> int:
     """Return the largest number of pictures of a sample; 0: the samples are texts."""
-    return max(len(_parts(sample)) or int("image" in sample) for sample in samples)
+    return max(len(_parts(sample)) for sample in samples)
 
 
 def _parts(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the pictures of a sample by name, if it has several."""
+    """Return the pictures of a sample by name."""
     parts = sample.get("parts")
     return parts if isinstance(parts, Mapping) else {}
 
@@ -129,23 +126,19 @@ def _measured(text: Any) -> bool:
 
 
 def _body(sample: Mapping[str, Any]) -> str:
-    if _parts(sample):
-        name = f"sample {sample.get('index')}"
+    parts = _parts(sample)
+    if parts:
         figures = ""
-        for part, picture in _parts(sample).items():
-            drawn = _image(picture, f"{name}: {part}")
-            figures += f"<figure>{drawn}<figcaption>{_safe(part)}</figcaption></figure>"
+        for part, picture in parts.items():
+            words = [part]
+            if "target" in sample:
+                words.append(f"is {sample['target']}")
+            if "prediction" in sample:
+                words.append(f"predicted {sample['prediction']}")
+            drawn = _image(picture, f"sample {sample.get('index')}: {', '.join(words)}")
+            name = f"<figcaption>{_safe(part)}</figcaption>" if len(parts) > 1 else ""
+            figures += f"<figure>{drawn}{name}</figure>"
         return f'<div class="parts">{figures}</div>{_caption(sample)}'
-    if "image" in sample:
-        parts = []
-        if "target" in sample:
-            parts.append(f"is {sample['target']}")
-        if "prediction" in sample:
-            parts.append(f"predicted {sample['prediction']}")
-        shown = f"sample {sample.get('index')}"
-        if parts:
-            shown = f"{shown}: {', '.join(parts)}"
-        return _image(sample["image"], shown) + _caption(sample)
     if isinstance(sample.get("tokens"), list | tuple):
         tokens = "".join(_token(str(text), loss) for text, loss in _pairs(sample["tokens"]))
         return f'<pre tabindex="0">{tokens}</pre>'
@@ -165,10 +158,7 @@ def _caption(sample: Mapping[str, Any]) -> str:
 
 
 def _pairs(given: Any) -> list[Any]:
-    """Return the pairs in a list; skip anything else.
-
-    They are tokens and their losses (None: not trained), or steps and texts.
-    """
+    """Return the pairs in a list, tokens and their losses (None: not trained); skip the rest."""
     items = given if isinstance(given, list | tuple) else ()
     return [pair for pair in items if isinstance(pair, list | tuple) and len(pair) == 2]
 
@@ -192,20 +182,10 @@ def _written(sample: Mapping[str, Any]) -> str:
         reference = f" · reference: {_safe(sample['target'])}"
     return (
         f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
-        f"<mark>{_safe(sample['continuation'])}</mark></pre>{_earlier(sample.get('earlier'))}"
+        f"<mark>{_safe(sample['continuation'])}</mark></pre>"
         f'<p class="verdict"><span class="soft">given text, then the model\'s · sample'
         f" {_safe(sample.get('index'))}</span>{reference}</p>"
     )
-
-
-def _earlier(given: Any) -> str:
-    """Return the texts of earlier evaluations, folded."""
-    lines = ""
-    for step, text in _pairs(given):
-        lines += f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>"
-    if not lines:
-        return ""
-    return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>"
 
 
 def _safe(text: Any) -> str:
