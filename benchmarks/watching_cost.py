@@ -7,9 +7,9 @@ TensorBoard, the terminal, advice.
 One process on a CPU. Machine noise exceeds 1 %, so single steps alternate: bare, logged, bare
 (control), in a new order each turn. The result is the median difference to the bare step of the
 same turn, with the 95 % interval of that median. The work of the fiftieth step is timed separately,
-after a step and with cold caches; so is how much longer the next step takes. Rarer work is timed
-and added as if nothing overlapped it: TensorBoard gets lines every five seconds, here twenty at
-once; a separate thread redraws the bars once per second. Python's garbage is not collected, as in
+after a step and with cold caches; so is how much longer the next step takes, in which TensorBoard's
+thread writes the line. A redraw of the bars, once per second in a separate thread, is timed and
+added as if nothing overlapped it. Python's garbage is not collected, as in
 train.py between two times of machine.gc_every. glibc is set to keep freed memory: otherwise it
 returns and requests memory in phases that small allocations shift, by more than the measured
 effect.
@@ -39,12 +39,10 @@ from torch import nn
 from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.advice import Advice
 from oneloop.measure.meter import Meter
-from oneloop.show import tracking as tracking_module
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
 
 EVERY = 50  # steps between two log lines of a long run with log.every auto
-TOGETHER = 20  # log lines: five seconds of 5 ms steps
 
 
 def main() -> None:
@@ -66,7 +64,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(rows, 256)
     meter = Meter(accelerator, list(model.parameters()), flops=1e6, peak=1e11)
-    tracking_module._FLUSH_INTERVAL = math.inf  # flushed by hand, below
     tracking = Tracking(accelerator, folder, project="cost", config={})
     done = 0
     display = Display(console=Console(file=io.StringIO()))
@@ -109,7 +106,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     kinds = {"bare": bare, "watched": watched, "control": bare}
     found: dict[str, list[float]] = {name: [] for name in kinds}
     after: list[float] = []
-    handed: list[float] = []
     with scheduled_garbage():  # as in train.py
         for turn in range(-100, turns):
             took = {
@@ -121,8 +117,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
             if turn % EVERY == EVERY - 1:
                 watched(log=True)
                 after.append(seconds(bare) - seconds(bare))
-            if turn % (EVERY * TOGETHER) == EVERY * TOGETHER - 1:
-                handed.append(seconds(tracking._flush) / TOGETHER)
     drawn, pause = redraw()
     middle = statistics.median(found["bare"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
@@ -139,9 +133,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         "marks and sums, every step": over(found["watched"], found["bare"], 1),
         "update ratio, read, line, terminal": over(logged[2:], [0.0] * len(logged[2:]), EVERY),
         "the step after these takes longer": over(after, [0.0] * len(after), EVERY),
-        f"TensorBoard's lines, {TOGETHER} together": over(
-            handed[1:], [0.0] * len(handed[1:]), EVERY
-        ),
         f"a redraw of the bars every {pause:.0f} s": [drawn / 1e6 / pause * middle] * 3,
     }
     for name, (value, low, high) in parts.items():

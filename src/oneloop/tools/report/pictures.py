@@ -97,7 +97,12 @@ def log_samples(tracker: Any, examples: Mapping[str, Any]) -> None:
         tracker.log(texts, step=step)
     elif hasattr(tracker, "log_table"):
         rows = [[name, text] for name, text in texts.items()]
-        tracker.log_table("examples", columns=["which", "text"], data=rows, step=step)
+        tracker.log_table(
+            "examples",
+            columns=["which", "text"],
+            data=rows,
+            step=step,
+        )
 
 
 def _sheet(urls: Sequence[str]) -> NDArray[np.uint8]:
@@ -105,8 +110,8 @@ def _sheet(urls: Sequence[str]) -> NDArray[np.uint8]:
     pictures = []
     for url in urls:
         data = base64.b64decode(url.partition(",")[2])
-        picture = Image.open(io.BytesIO(data))
-        pictures.append(np.asarray(picture))
+        opened = Image.open(io.BytesIO(data))
+        pictures.append(np.asarray(opened))
     height = max(len(picture) for picture in pictures)
     width = max(len(picture[0]) for picture in pictures)
     sheet = np.full((len(pictures), height, width, 3), 255, np.uint8)
