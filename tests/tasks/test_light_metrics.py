@@ -85,7 +85,7 @@ def both() -> list[tuple[dict, list]]:
     model = world.prepare(nn.Sequential(nn.Identity(), Scaled()))
     results = []
     for kind in ("ours", "torchmetrics", "ours"):
-        examples = Examples(fixed=0, worst=0)
+        examples = Examples(0)
         task = Drawn(kind)
         metrics = evaluate(
             task,
