@@ -36,7 +36,6 @@ COMMANDS = (
     "evaluate",
     "predict",
     "export",
-    "frozen",
 )
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oneloop.basics.exact_sums import exact_norm, tree_sum
-from oneloop.measure.fingerprint import fingerprint
+from oneloop.basics.fingerprint import fingerprint
 from oneloop.optim.adamw import AdamW
 from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
@@ -16,7 +16,7 @@ from slow_cases import with_slow
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.exact_sums",
-    "oneloop.measure.fingerprint",
+    "oneloop.basics.fingerprint",
     "oneloop.optim.adamw",
     "oneloop.optim.muon",
     "oneloop.optim.sgd",

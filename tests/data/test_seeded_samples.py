@@ -18,8 +18,8 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 from oneloop.data.seeded_samples import SampleError, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
-from oneloop.frozen.outputs import FrozenOutputs
 from oneloop.run.failure import report_error, words_of
+from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.rows import Mapped
 from worlds import run, train
 
@@ -237,7 +237,7 @@ class Gone(Unread):
     def __getitem__(self, index: int) -> int:
         two = np.array([2])
         outputs = FrozenOutputs(np.dtype([("p", "<f4")]), counts=two, lengths=two, content="")
-        outputs.attach(Path("gone"))
+        outputs.folder = Path("gone")
         return len(outputs[index])
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.frozen.outputs import FrozenModel, FrozenOutputs
+from oneloop.tasks.frozen.outputs import FrozenOutputs
+from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 
 ENTRIES = 16
 RECORD = np.dtype([("logp", "<f8")])
@@ -64,13 +65,13 @@ class Docs:
         return self.values[index], self.outputs[index]["logp"]
 
 
-class Frozen:
+class Frozen(FrozenTask):
     """A policy that keeps close to its reference; ``teacher``: the model of another seed instead.
 
     Each process lists the documents of its forwards of the pass in the folder $FROZEN_LOG.
 
     Args:
-        store: folder or bucket of the outputs.
+        store: folder of the outputs.
         count: training documents.
         stop: end this process by SIGKILL in its n-th forward of the pass.
     """
@@ -119,12 +120,6 @@ class Frozen:
 
     def frozen_model(self) -> FrozenModel:
         return self._frozen
-
-    def state_dict(self):
-        return self._frozen.state_dict()
-
-    def load_state_dict(self, state) -> None:
-        self._frozen.load_state_dict(state)
 
     def model(self) -> nn.Module:
         return Next()

@@ -14,7 +14,6 @@ import torch
 
 import border_pairs
 from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices
 from oneloop.tasks.language.pair_rows import PairRows
@@ -516,9 +515,10 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
     packed = PackedPairs(ragged, 20, None)
     padded = PaddedPairs(ragged, 20, None)
     for made in (packed, padded):
-        assert made.freeze().content == made.documents.digest(marks=False)
-        with placeholder_outputs():
-            sample = made[0]
+        outputs = made.freeze()
+        assert outputs.content == made.documents.digest(marks=False)
+        outputs.are_placeholders = True
+        sample = made[0]
         records = sample[0][2:] if made is packed else sample[2:]
         assert len(records) == 2 and all((one["logp"] == 0).all() for one in records)
         made.outputs = Filled(made)  # type: ignore[assignment]

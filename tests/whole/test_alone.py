@@ -28,7 +28,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.machine.torch_settings",
     "oneloop.measure.advice",
     "oneloop.measure.clock",
-    "oneloop.measure.fingerprint",
+    "oneloop.basics.fingerprint",
     "oneloop.measure.meter",
     "oneloop.measure.noise_scale",
     "oneloop.measure.profiling",
@@ -427,12 +427,12 @@ def _trained_with_a_tree() -> str:
     """Train with the tree of micro-batch gradients; return the hash of the weights."""
     from accelerate.utils import GradientAccumulationPlugin
 
+    from oneloop.basics.fingerprint import fingerprint
     from oneloop.basics.seeds import reseed
     from oneloop.data.batch_layout import BatchLayout
     from oneloop.data.order import Order
     from oneloop.data.step_batches import CollateWithWeight, groups
     from oneloop.machine.reduction import Tree
-    from oneloop.measure.fingerprint import fingerprint
     from oneloop.optim.adamw import AdamW
     from oneloop.optim.clip import clip_, global_norm
 

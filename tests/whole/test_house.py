@@ -23,7 +23,6 @@ LEAVES = (
     "ema",
     "recipe",
     "data",
-    "frozen",
     "optim",
     "machine",
     "checkpoint",
@@ -35,11 +34,11 @@ LEAVES = (
 """rooms that may import only ``basics``"""
 BUILT = {"basics", "evaluation", "launch", *LEAVES}
 """what may be imported above the leaves"""
-TASKS = {"tasks", "task_protocol", "basics", "data", "frozen"}
+TASKS = {"tasks", "task_protocol", "basics", "data"}
 ALLOWED = {
     "basics": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
-    "tasks": {"basics", "data", "frozen", "task_protocol"},
+    "tasks": {"basics", "data", "task_protocol"},
     "evaluation": {"basics", "data", "ema", "show", "task_protocol"},
     "launch": {"basics", *LEAVES},
     "job": BUILT,

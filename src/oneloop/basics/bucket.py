@@ -120,13 +120,10 @@ def store_errors(address: str) -> Iterator[None]:
         raise kind(f"{address}: {type(error).__name__}: {one_line(error)}") from error
 
 
-def ends_program(error: StoreError, key: str = "task.data") -> ValueError | Unavailable:
-    """Return the error that ends a program which cannot read its data, before a run begins.
-
-    ``key`` names the address in the recipe.
-    """
+def ends_program(error: StoreError) -> ValueError | Unavailable:
+    """Return the error that ends a program which cannot read its data, before a run begins."""
     if error.temporary:
-        return Unavailable(f"{key}: {error}; check the network, and start again")
+        return Unavailable(f"task.data: {error}; check the network, and start again")
     return ValueError(f"{error}; check address and credentials")
 
 

@@ -13,9 +13,13 @@ INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 class BadInput(ValueError):
     """Invalid input: the message states the request, what was found, and what to do."""
 
+    shared = False  # whether all ranks raise it
+
 
 class Unavailable(OSError):
     """Storage fails now, and may answer later: exit code 1, so that schedulers start again."""
+
+    shared = False  # whether all ranks raise it
 
 
 class StoppedEarly(BaseException):

@@ -40,7 +40,6 @@ TOOLS = {
         "tools.run_reader",
         "tools.terminal_charts",
     ),
-    "frozen": ("tools.frozen.command",),
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
     "batch.micro auto": ("tools.plan.micro_batch",),

@@ -13,7 +13,6 @@ from oneloop.basics.content_hash import content_hash
 from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.data.fingerprint import fault
 from oneloop.data.seeded_samples import Place, SeededSamples
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.task_protocol.contract import Contract
 from oneloop.task_protocol.user_code import theirs
@@ -63,7 +62,6 @@ class TrialSamples:
                 places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
             self._sets[name] = _FirstOfSet(dataset, places, Contract(job.task))
 
-    @placeholder_outputs()
     def __call__(
         self,
         name: str,

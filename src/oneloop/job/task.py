@@ -50,6 +50,10 @@ def make_task(recipe: Recipe) -> Task:
         ) from error
     check(task)
 
+    # Until a run is about to begin, samples are only tried.
+    if hasattr(task, "before_run"):
+        task.before_run(None, None)
+
     # A loss over the whole batch is also a loss of one batch alone.
     if is_whole_batch(task):
         task.loss = partial(loss_alone, task)  # type: ignore[method-assign]

@@ -108,6 +108,8 @@ class Agreement:
         try:
             yield
         except (BadInput, Unavailable) as error:
+            if error.shared:
+                raise  # all ranks have it already
             mine = type(error)(str(error))
         except (ValueError, ImportError) as error:
             mine = BadInput(f"{error}{where(error)}{how_to_install(error)}")
@@ -117,7 +119,13 @@ class Agreement:
             several = self.gathered(mine)
         for shared in several:
             if shared is not None:
+                shared.shared = True
                 raise shared
+
+    def barrier(self) -> None:
+        """Wait for all ranks; raise the error of one that ends :meth:`setting_up`. Collective."""
+        with self.setting_up():
+            pass
 
 
 @contextmanager

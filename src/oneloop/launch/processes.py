@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -26,6 +26,7 @@ from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
 from oneloop.launch.signals import Stopping, leave
+from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
@@ -85,6 +86,28 @@ class Run(Agreement):
         if self.host is not None:
             limit_collectives(LONG, self.mesh_groups)  # torch's own limit is shorter
         return prepared
+
+    def prepare_frozen(self, model: nn.Module, *, names: Sequence[str] = ()) -> nn.Module:
+        """Return a model that only computes outputs: sharded by FSDP2, but not wrapped in DDP.
+
+        Args:
+            model: not yet wrapped.
+            names: classes of its blocks, see :func:`oneloop.machine.blocks.blocks`.
+        """
+        if self.sharded:
+            return self.prepare(model, blocks=class_names(blocks(model, names)))
+        return cast(nn.Module, self.accelerator.prepare_model(model, evaluation_mode=True))
+
+    def share(self, items: Sequence[Any]) -> list[Any]:
+        """Return this rank's share of the items of rank 0: every n-th of them, with n ranks.
+
+        FSDP2 needs equally many forwards on all ranks: some get the last item, too. Collective.
+        """
+        self.barrier()
+        several = [*self.from_main(items)]
+        if self.sharded:
+            several += several[-1:] * (-len(several) % self.ranks)
+        return several[self.rank :: self.ranks]
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of a small tensor over all ranks, on the device.

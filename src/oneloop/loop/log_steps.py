@@ -96,7 +96,7 @@ class LogSteps:
         run = self._parts.run
         if not self._parts.job.exact or not (run.main or run.sharded):
             return {}
-        from oneloop.measure.fingerprint import fingerprint
+        from oneloop.basics.fingerprint import fingerprint
 
         state = self._parts.state
         averages: dict[str, Tensor] = {}

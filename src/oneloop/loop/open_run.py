@@ -10,6 +10,7 @@ from oneloop.loop.begin_folder import begin_folder
 from oneloop.loop.counters import RunLog
 from oneloop.loop.start_lines import start_lines
 from oneloop.loop.training_state import State
+from oneloop.run.before_run import before_run
 from oneloop.run.folder import Folder
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
@@ -44,11 +45,9 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     # Lock the folder and the mirror before reading them: another start might still write there.
     _lock(job, run, folder, state)
 
-    # Compute the outputs of a reference or a teacher, with the weights before the first step.
-    if hasattr(job.task, "frozen_model"):
-        from oneloop.run.frozen_pass import compute_frozen
-
-        compute_frozen(job.task, state.model, run)
+    # Let the task work with the weights before the first step. A dry run only tries it.
+    if not recipe.debug.dry_run:
+        before_run(job.task, state.model, run, sets=job.sets)
 
     # Resume.
     with run.setting_up():

@@ -13,7 +13,6 @@ from oneloop.basics.differences import Texts, differences, listed, texts
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.untrusted import damaged
 from oneloop.data.fingerprint import content_of
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.recipe.class_paths import resolve
@@ -93,7 +92,6 @@ def data_inputs(task: Any, sets: Mapping[str, Any], *, seed: int, workers: int =
     return inputs
 
 
-@placeholder_outputs()
 def _call(task: Any, member: str, function: Callable[[], Any]) -> Any:
     return theirs(task, member, function)
 

@@ -64,7 +64,8 @@ class Task(Objective, Protocol):
     The page docs/reference/task.md describes the optional members: ``embed`` with ``batch_loss``
     and ``batch_columns`` instead of ``loss``, ``metrics`` with ``update``, ``show``, ``generate``,
     ``writes``, ``samples_of``, ``predicted``, ``save``, ``state_dict`` with ``load_state_dict``,
-    ``sample_weight``, ``unit``, ``additive``, ``classes``, ``notes`` and ``progress``.
+    ``before_run``, ``sample_weight``, ``unit``, ``additive``, ``classes``, ``notes`` and
+    ``progress``.
 
     Packaged tasks also have:
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from oneloop.frozen.outputs import FrozenModel
+from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
@@ -18,7 +18,7 @@ from oneloop.tasks.language.top_logits import collated_records, record_of, recor
 from oneloop.tasks.sft import SFT
 
 
-class Distil(SFT):
+class Distil(FrozenTask, SFT):
     """Distillation from a teacher whose outputs are computed once, and stored.
 
     The loss of a token is ``share x temperature^2 x divergence + (1 - share) x cross-entropy``
@@ -35,8 +35,7 @@ class Distil(SFT):
         beta: weight of the teacher in js, between 0 and 1.
         temperature: of both distributions.
         share: share of the divergence in the loss; the rest is the cross-entropy of the data.
-        store: folder or bucket (s3://, gs://) of the teacher's outputs (null: the cache of this
-            host).
+        store: folder of the teacher's outputs (null: the cache of this host).
     """
 
     needs = SFT.needs | {"beta": "divergence=js"}
@@ -105,6 +104,7 @@ class Distil(SFT):
             for split, samples in splits.items():
                 name = split if len(self._sources) == 1 else f"{split}/{source.name}"
                 self._teach(name, samples)
+        self._data_notes.append(self._frozen.note)
         if self.top_k < self.entries:
             self._data_notes.append(
                 f"the {self.top_k:,} most likely of {self.entries:,} entries and the sum of the "
@@ -118,14 +118,7 @@ class Distil(SFT):
         self._taught[name] = samples
 
     def frozen_model(self) -> FrozenModel:
-        """Return what a run must compute before its first step."""
         return self._frozen
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._frozen.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._frozen.load_state_dict(state)
 
     def _load_teacher(self) -> nn.Module:
         """Load the teacher. Raise ValueError if its files are others than at the start."""

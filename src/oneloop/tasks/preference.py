@@ -1,6 +1,6 @@
 """Preferences: a language model learns from pairs of a chosen and a rejected answer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.basics.wide_sums import on_host
-from oneloop.frozen.outputs import FrozenModel
+from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import is_packed
@@ -38,7 +38,7 @@ METRICS = {
 """metrics of a pair, and whether a larger value is better"""
 
 
-class Preference(PairRows):
+class Preference(FrozenTask, PairRows):
     """Preference optimization on pairs of answers.
 
     The weight of a sample is its number of pairs. The reference is the model before the first step:
@@ -58,8 +58,7 @@ class Preference(PairRows):
             0.1, and 2 for simpo.
         label_smoothing: share of wrong labels (dpo, robust, simpo).
         margin: target margin of the rewards (gamma of simpo).
-        store: folder or bucket (s3://, gs://) of the reference's log-probabilities (null: the cache
-            of this host).
+        store: folder of the reference's log-probabilities (null: the cache of this host).
         pack: packed (several pairs per row; none attends to another) or padded (one pair per two
             rows; the pairs of a step have similar lengths).
     """
@@ -116,23 +115,16 @@ class Preference(PairRows):
                 adds=".lora_",
             )
             for name, pairs in self.pairs.items():
-                self._frozen.outputs[name] = pairs.freeze(RECORD)
+                self._frozen.outputs[name] = pairs.freeze()
+            self._data_notes.append(self._frozen.note)
 
     def frozen_model(self) -> FrozenModel | None:
-        """Return what a run must compute before its first step; None: the loss needs nothing."""
         return self._frozen
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._frozen.state_dict() if self._frozen else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._frozen:
-            self._frozen.load_state_dict(state)
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         pairs = self.new_pairs(data)
         if self._frozen:
-            self._frozen.outputs["data"] = pairs.freeze(RECORD)
+            self._frozen.outputs["data"] = pairs.freeze()
         return pairs
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
-from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents
 from oneloop.tasks.language.packing import Bucketed, packed
 from oneloop.tasks.language.sequences import collated, ranges
@@ -71,12 +71,12 @@ class Pairs:
             return self.pair(number)
         return [*self.pair(number), self.outputs[2 * number], self.outputs[2 * number + 1]]
 
-    def freeze(self, record: np.dtype[Any] = RECORD) -> FrozenOutputs:
+    def freeze(self) -> FrozenOutputs:
         """Add a record of a frozen model for each token that has a next one, in any answer or
         prompt: another mask of the targets needs the same records."""
         lengths = self.documents.lengths
         self.outputs = FrozenOutputs(
-            record,
+            RECORD,
             counts=lengths - 1,
             lengths=lengths,
             content=self.documents.digest(marks=False),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
-from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.language.documents import Documents, token_ids
 from oneloop.tasks.language.packing import Bucketed, packed
 from oneloop.tasks.rows.cached_arrays import Ragged

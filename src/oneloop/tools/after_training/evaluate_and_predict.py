@@ -12,6 +12,7 @@ if __name__ == "__main__":  # before the imports that a system could lack
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,10 +27,11 @@ from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
 from oneloop.machine.torch_settings import float32_products
+from oneloop.run.before_run import before_run
 from oneloop.tools.after_training.command import check_file as check_file
 from oneloop.tools.after_training.command import parsed
 from oneloop.tools.after_training.data_sets import generation_of, sets_of
-from oneloop.tools.after_training.initial_model import read_frozen
+from oneloop.tools.after_training.initial_model import initial_model
 from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.tools.after_training.recorded_task import recipe_of
 from oneloop.tools.after_training.trained_model import Trained, trained
@@ -68,8 +70,8 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
         )
         sets = sets_of(of.task, given.data, labelled=evaluates)
 
-    model = _prepared(of, run)
-    read_frozen(of, model, run, own_data=given.data is None)
+    model = run.prepare_frozen(of.model, names=recipe.machine.blocks)
+    before_run(of.task, model, run, sets=sets, initial_model=partial(initial_model, of, run))
     options = of.options
     if given.micro:
         options["micro"] = given.micro
@@ -107,14 +109,6 @@ def run(given: Namespace) -> NoReturn:
             result = dumps(result) if given.json else _table(result)
         print(result, flush=True)
     processes.end(exit_codes.DONE)
-
-
-def _prepared(of: Trained, run: Run) -> nn.Module:
-    """Return the model for distributed execution."""
-    if run.sharded:
-        return run.prepare(of.model, blocks=of.built.blocks)
-    prepared: nn.Module = run.accelerator.prepare_model(of.model, evaluation_mode=True)
-    return prepared
 
 
 def _table(metrics: Mapping[str, Any]) -> str:

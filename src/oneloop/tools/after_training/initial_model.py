@@ -1,7 +1,6 @@
 """The model of a run before its first step, whose outputs a task may compare with those of now."""
 
 from dataclasses import replace
-from functools import partial
 
 from torch import nn
 
@@ -9,36 +8,11 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.model import build_model
 from oneloop.launch.processes import Run
 from oneloop.recipe.class_paths import CHOICES
-from oneloop.run.frozen_pass import compute_frozen
 from oneloop.tools.after_training.trained_model import Trained
 
 
-def read_frozen(of: Trained, model: nn.Module, run: Run, *, own_data: bool) -> None:
-    """Let a task read the outputs of its reference or teacher; compute those that are missing.
-
-    Collective: call on every rank.
-
-    Args:
-        of: the run.
-        model: its trained model, prepared.
-        run: this process.
-        own_data: whether the evaluation sets of the run are read, or other data.
-
-    Raises:
-        BadInput: the outputs cannot be stored, or the initial weights cannot be loaded.
-    """
-
-    def wanted(name: str) -> bool:
-        if not own_data:
-            return name == "data"
-        return name.partition("/")[0] != "train"
-
-    rebuild = partial(initial_model, of, run)
-    compute_frozen(of.task, model, run, rebuild=rebuild, wanted=wanted)
-
-
 def initial_model(of: Trained, run: Run) -> nn.Module:
-    """Return the model of a run before its first step, not yet prepared.
+    """Return the model of a run before its first step, prepared. Collective under FSDP2.
 
     Raises:
         ValueError: its initial weights are missing, or cannot be read.
@@ -57,4 +31,4 @@ def initial_model(of: Trained, run: Run) -> nn.Module:
             f"the model before the first step is needed, and it cannot be loaded: {error}; "
             "restore its weights"
         ) from error
-    return built.model
+    return run.prepare_frozen(built.model, names=recipe.machine.blocks)

@@ -9,7 +9,6 @@ import numpy as np
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.progress import tracked
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.recipe.read import is_recipe
 from oneloop.tasks.columns import check_images
 from oneloop.tasks.rows.cached_arrays import in_order
@@ -136,7 +135,6 @@ def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
             yield f"{name}, sample {index}", why
 
 
-@placeholder_outputs()
 def _load(dataset: Any, index: int) -> Any:
     """Load a sample, and return nothing. Raise ValueError if that fails."""
     try:

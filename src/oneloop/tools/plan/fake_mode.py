@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.seeded_samples import Batches
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.whole_batch import is_whole_batch
@@ -84,7 +83,7 @@ def shortened(job: Job, run: Run) -> tuple[Job, int]:
 
 def loaded_by(call: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Return a context in which ``call(load, …)`` loads each batch of an evaluation."""
-    load = placeholder_outputs()(Batches.__getitem__)
+    load = Batches.__getitem__
 
     def outside(*given: Any) -> Any:
         return call(load, *given)

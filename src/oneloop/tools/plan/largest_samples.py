@@ -8,14 +8,12 @@ import torch
 
 from oneloop.data.seeded_samples import SKIPPED, Batches, SeededSamples
 from oneloop.data.step_batches import Batch
-from oneloop.frozen.outputs import placeholder_outputs
 from oneloop.job.build import Job
 
 SAMPLED = 256  # samples of unknown size that a plan loads to find the largest
 _EQUAL = 4096  # samples of one size that are told apart
 
 
-@placeholder_outputs()
 def sizes_of(job: Job, most: int | None = None) -> Any:
     """Return the sizes of training samples: of the first ones, if the others cannot be larger.
 
@@ -60,7 +58,6 @@ def may_be_larger(job: Job) -> bool:
     return len(sizes) < len(job.train_set) and len(np.unique(sizes)) > 1
 
 
-@placeholder_outputs()
 def batches_of(job: Job, indices: Sequence[int]) -> list[tuple[Batch, float]]:
     """Return the micro-batches of a step, with their weights.
 

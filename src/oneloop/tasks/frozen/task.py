@@ -1,0 +1,296 @@
+"""Tasks that train with the outputs of a frozen model, which a run computes before its first step.
+
+The documents are divided into ranges. The outputs of a range depend on the range alone, so that a
+pass continues after a stop, on any number of processes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import writing
+from oneloop.basics.fingerprint import fingerprint
+from oneloop.basics.heartbeats import BEATS
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.progress import Working
+from oneloop.basics.tensors import as_real
+from oneloop.tasks.frozen.outputs import FrozenOutputs
+from oneloop.tasks.rows.cache import key_of
+
+FORMAT = 2  # increase it if files, batches or keys change
+PLACEHOLDERS = "placeholders of a dry run"
+_NOT_OF_CONFIG = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
+"""keys of a config of transformers that do not change the outputs"""
+
+
+@dataclass
+class FrozenModel:
+    """A frozen model whose outputs a task trains with: what a run computes before its first step.
+
+    Args:
+        role: the reference, or the teacher; for messages.
+        outputs: by name: SPLIT, or SPLIT/SOURCE; those of ``samples_of`` are called data.
+        batch: makes a batch of documents: ``batch(name, documents)``, tensors by name on the host.
+        compute: ``compute(model, batch)`` returns an array of records for each document, in order;
+            it is called in eval mode, without gradients.
+        kind: JSON values that describe what the records are: a part of the key.
+        address: folder of all outputs; None: in the cache of this host.
+        build: builds the model; None: it is the policy before its first step.
+        content: JSON values that identify the weights; None: a run finds them.
+        zero: part of the names of tensors; if all of them are 0, as in fresh adapters, the tensors
+            whose names contain ``adds`` change nothing, and do not identify the weights.
+        adds: see ``zero``.
+
+    Raises:
+        ValueError: the address is not a folder.
+    """
+
+    role: str
+    outputs: dict[str, FrozenOutputs]
+    batch: Callable[[str, Sequence[int]], dict[str, Tensor]]
+    compute: Callable[[nn.Module, dict[str, Tensor]], Sequence[NDArray[Any]]]
+    kind: Mapping[str, Any] = field(default_factory=dict)
+    address: str | None = None
+    build: Callable[[], nn.Module] | None = None
+    content: Any = None
+    zero: str = ""
+    adds: str = ""
+
+    expected: Any = field(default=None, init=False)  # ``content`` in the checkpoint of a run
+
+    def __post_init__(self) -> None:
+        if self.address and "://" in self.address:
+            raise ValueError(
+                f"task.store {self.address} is not a folder; mount the bucket, and name the "
+                "mounted folder"
+            )
+
+    @property
+    def note(self) -> str:
+        """A log line about the size of the outputs."""
+        size = 0
+        for outputs in self.outputs.values():
+            size += outputs.size(range(len(outputs))) * outputs.record.itemsize
+        where = self.address or "the cache of this host"
+        return f"{self.role}: its outputs, {size / 1e6:,.1f} MB, are computed once, in {where}"
+
+    @property
+    def is_tried(self) -> bool:
+        """Whether the outputs are placeholders."""
+        return any(outputs.are_placeholders for outputs in self.outputs.values())
+
+    def check(self, content: Any) -> None:
+        """Raise ValueError if these are not the weights of the checkpoint."""
+        if self.expected not in (None, content):
+            raise ValueError(
+                f"{self.role} of the checkpoint had other weights ({key_of(self.expected)[:8]}) "
+                f"than now ({key_of(content)[:8]}); restore init.from, task.model or task.teacher, "
+                "or begin a new run"
+            )
+
+
+class FrozenTask:
+    """Base class of tasks that train with the outputs of a frozen model.
+
+    Its checkpoints name the weights that were frozen, and never hold them.
+    """
+
+    def frozen_model(self) -> FrozenModel | None:
+        """Return what a run computes before its first step, always the same; None: nothing.
+
+        Its outputs exist once the task was made.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which weights were frozen, for a checkpoint."""
+        frozen = self.frozen_model()
+        if frozen is None:
+            return {}
+        return {"frozen": frozen.expected or (PLACEHOLDERS if frozen.is_tried else frozen.content)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare the frozen weights with those of a checkpoint, if they are known already.
+
+        Raise ValueError if they differ: the run would continue with another frozen model.
+        """
+        frozen = self.frozen_model()
+        if frozen is None:
+            return
+        frozen.expected = state.get("frozen")
+        if frozen.is_tried:
+            frozen.expected = None if frozen.expected == PLACEHOLDERS else frozen.expected
+        elif frozen.content is not None:
+            frozen.check(frozen.content)
+
+    def before_run(self, model: Any, run: Any) -> None:
+        """Compute what is missing of the outputs, and read them from now on. Collective.
+
+        Args:
+            model: of the run, prepared; it may be trained.
+            run: what a task may use, as :func:`oneloop.run.before_run.before_run` describes it;
+                None: samples are only tried, and the outputs are zeros.
+
+        Raises:
+            BadInput: the outputs cannot be stored, or hosts do not share their folder.
+            ValueError: the frozen weights are others than those of the checkpoint.
+        """
+        frozen = self.frozen_model()
+        if frozen is None:
+            return
+        for outputs in frozen.outputs.values():
+            outputs.are_placeholders = run is None
+        if run is None:
+            return
+
+        # Which weights are frozen? Those of a trained policy are in its checkpoint.
+        if frozen.content is None:
+            frozen.content = frozen.expected or _weights(self, frozen, run.initial_model())
+        frozen.check(frozen.content)
+
+        # Which ranges are missing? All processes look before one of them writes.
+        folders = _folders(frozen, model, run)
+        missing = []
+        for name, folder in folders.items():
+            outputs = frozen.outputs[name]
+            for number in range(len(outputs.ranges)):
+                BEATS.beat()
+                if not outputs.is_stored(number, folder):
+                    missing.append((name, number))
+
+        # Compute them. A host that does not share the folder still lacks those of the others.
+        share = run.share(missing)
+        if share:
+            _compute(self, frozen, share, folders, run)
+        run.barrier()
+        for name, number in missing:
+            if not frozen.outputs[name].is_stored(number, folders[name]):
+                raise BadInput(
+                    f"{folders[name]} lacks outputs of {frozen.role} that another process has "
+                    "computed, because the hosts do not share it; name a shared folder with "
+                    "task.store"
+                )
+        for name, folder in folders.items():
+            frozen.outputs[name].folder = folder
+
+
+def _weights(task: FrozenTask, frozen: FrozenModel, model: nn.Module) -> dict[str, Any]:
+    """Return what identifies the policy's weights, on any parallel layout. Collective."""
+    # A tied tensor counts once, by its first name.
+    named: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), (bare_name(name), as_real(tensor.detach())))
+    tensors = dict(named.values())
+
+    # The parameters of a base model are those of its files.
+    content: dict[str, Any] = {}
+    origin = getattr(task, "origin", None)
+    if origin is not None:
+        content["base"] = origin.content
+        tensors = {name: tensors[name] for name in tensors.keys() - origin.names}
+
+    # Fresh adapters change nothing: the same outputs serve every seed and rank of adapters.
+    if frozen.zero:
+        first = {name: tensors[name] for name in tensors if frozen.zero in name}
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+        if fingerprint(first) == fingerprint(zeros):
+            tensors = {name: tensors[name] for name in tensors if frozen.adds not in name}
+    return {**content, "tensors": fingerprint(tensors)["bits"]}
+
+
+def _compute(
+    task: FrozenTask,
+    frozen: FrozenModel,
+    share: Sequence[tuple[str, int]],
+    folders: Mapping[str, Path],
+    run: Any,
+) -> None:
+    """Compute and write ranges, with the policy or a model that exists only meanwhile."""
+    if frozen.build is None:
+        model = run.initial_model()
+        frozen.check(_weights(task, frozen, model))
+    else:
+        model = run.prepare(frozen.build().requires_grad_(False))
+    model.eval()
+
+    # FSDP2 needs equally many forwards on all processes: some repeat theirs.
+    forwards = 0
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        for outputs in map(frozen.outputs.__getitem__, folders):
+            for number in range(len(outputs.ranges)):
+                forwards = max(forwards, len(outputs.batches(number)))
+
+    # Compiled code is not used: each length would be another compilation.
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, Working(f"computing outputs of {frozen.role}", total=len(share)) as bar:
+        for name, number in share:
+            outputs = frozen.outputs[name]
+            batches = outputs.batches(number)
+            records: dict[int, NDArray[Any]] = {}
+            for at in range(forwards or len(batches)):
+                records.update(_records(frozen, name, batches[at % len(batches)], model))
+                BEATS.beat()
+
+            # Write the range in the order of its documents.
+            ordered = [records[document] for document in outputs.ranges[number]]
+            with writing(folders[name], "make room, or name another folder with task.store"):
+                outputs.write(np.concatenate(ordered), number, folders[name])
+            bar.advance()
+
+
+def _folders(frozen: FrozenModel, model: nn.Module, run: Any) -> dict[str, Path]:
+    """Return the folder of the outputs of each data set that is read, and make it."""
+    root = Path(frozen.address).expanduser() if frozen.address else run.cache.parent
+    parts = [FORMAT, run.cache.name, frozen.content, dict(frozen.kind)]
+
+    # What else changes the outputs of a policy?
+    if frozen.build is None:
+        parts.append(sorted({str(parameter.dtype) for parameter in model.parameters()}))
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_dict"):
+            parts.append(config._attn_implementation)
+            for key, value in config.to_dict().items():
+                if not key.startswith("_") and key not in _NOT_OF_CONFIG:
+                    parts.append([key, value])
+
+    folders = {}
+    for name, outputs in frozen.outputs.items():
+        if name.partition("/")[0] in run.sets:
+            key = key_of(parts, outputs.content, outputs.record.descr, len(outputs))
+            folders[name] = root / f"{frozen.role} {key}".replace(" ", "-")
+            with writing(folders[name], "name another folder with task.store"):
+                folders[name].mkdir(parents=True, exist_ok=True)
+    return folders
+
+
+def _records(
+    frozen: FrozenModel, name: str, documents: Sequence[int], model: nn.Module
+) -> dict[int, NDArray[Any]]:
+    """Return the records of each document. Raise ValueError if they are not as expected."""
+    device = next(model.parameters()).device
+    batch = frozen.batch(name, documents)
+    on_device = {key: tensor.to(device) for key, tensor in batch.items()}
+    made = dict(zip(documents, frozen.compute(model, on_device), strict=True))
+    outputs = frozen.outputs[name]
+    for document, records in made.items():
+        expected = outputs.size(range(document, document + 1))
+        if len(records) != expected or records.dtype != outputs.record:
+            raise ValueError(
+                f"{frozen.role}: {len(records)} records of {records.dtype} for document "
+                f"{document} of {name}, expected {expected} of {outputs.record}"
+            )
+        for key in outputs.record.names or ():
+            if records.dtype[key].kind == "f" and np.isnan(records[key]).any():
+                raise ValueError(
+                    f"{frozen.role} computes NaN for document {document} of {name}; check its "
+                    "weights and precision"
+                )
+    return made

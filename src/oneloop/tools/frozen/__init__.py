@@ -1,1 +1,0 @@
-"""``oneloop frozen``: the stored outputs of references and teachers."""
