@@ -197,7 +197,7 @@ NONSENSE = """
     predict no-such --to x.csv / export / export no-such --to x / verify / verify no-such
     verify no-such --samee x / report / report no-such / compare / compare no-such no-such
     watch / watch no-such --once / watch no-such --oncee / new / new x.py --configss
-    frozen --deletee x / frozen --delete no-such / frozen x y
+    frozen
 """
 
 

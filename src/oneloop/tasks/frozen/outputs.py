@@ -98,13 +98,13 @@ class FrozenOutputs:
         if not 0 <= document < len(self):
             raise IndexError(document)
         count = self.size(range(document, document + 1))
-        if self.are_placeholders:
-            return np.zeros(count, self.record)
         if self.folder is None:
+            if self.are_placeholders:
+                return np.zeros(count, self.record)
             raise BadInput(
                 "the stored outputs of a reference or a teacher are missing. Start a run "
                 "(oneloop launch --config_file single preference, or distil), which computes "
-                "them before its first step. A loop of your own sets the folder of the outputs"
+                "them before its first step. A loop of your own calls task.before_run()"
             )
 
         # Read at the fixed offset of the document in the file of its range.
