@@ -197,7 +197,6 @@ NONSENSE = """
     predict no-such --to x.csv / export / export no-such --to x / verify / verify no-such
     verify no-such --samee x / report / report no-such / compare / compare no-such no-such
     watch / watch no-such --once / watch no-such --oncee / new / new x.py --configss
-    frozen
 """
 
 

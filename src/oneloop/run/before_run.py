@@ -88,12 +88,11 @@ def _code_and_precision(task: Any, model: nn.Module, run: Run) -> str:
             if kind.__module__ == "__main__":
                 checksums.add(source_hash(kind))
     mixed = run.accelerator.mixed_precision
-    return content_hash(
-        [
-            sorted(checksums),
-            versions(sorted(packages)),
-            mixed,
-            run.sharded and mixed != "no",
-            torch.get_float32_matmul_precision(),
-        ]
+    code = (
+        checksums,
+        versions(sorted(packages)),
+        mixed,
+        run.sharded and mixed != "no",
+        torch.get_float32_matmul_precision(),
     )
+    return content_hash(code)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128_digest
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import replacing
@@ -51,12 +50,12 @@ class FrozenOutputs:
         self.record = record
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.content = content
-        self.ends = np.cumsum(counts, dtype=np.int64)
+        self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))  # first record of each
         self.folder: Path | None = None  # it has the file of every range
         self.are_placeholders = False  # whether they are zeros without a folder
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.lengths)
 
     @cached_property
     def ranges(self) -> list[range]:
@@ -87,8 +86,7 @@ class FrozenOutputs:
 
     def size(self, documents: range) -> int:
         """Return the number of records of documents that follow each other."""
-        starts = [int(self.ends[at - 1]) if at else 0 for at in (documents.start, documents.stop)]
-        return starts[1] - starts[0]
+        return int(self.starts[documents.stop] - self.starts[documents.start])
 
     def __getitem__(self, document: int) -> NDArray[Any]:
         """Return the records of a document, (records of the document,).
@@ -145,4 +143,6 @@ def _name(number: int) -> str:
 
 def _sealed(content: bytes, number: int, folder: Path) -> bytes:
     """Return the content of a range with its checksum; that of another range or folder differs."""
+    from xxhash import xxh3_128_digest
+
     return content + xxh3_128_digest(f"{folder.name} {number} ".encode() + content)

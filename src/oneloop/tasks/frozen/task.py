@@ -25,8 +25,6 @@ from oneloop.basics.tensors import as_real
 from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.cache import key_of
 
-FORMAT = 2  # increase it if files, batches or keys change
-PLACEHOLDERS = "placeholders of a dry run"
 _NOT_OF_CONFIG = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
 """keys of a config of transformers that do not change the outputs"""
 
@@ -88,12 +86,11 @@ class FrozenModel:
         return any(outputs.are_placeholders for outputs in self.outputs.values())
 
     def check(self, content: Any) -> None:
-        """Raise ValueError if these are not the weights of the checkpoint."""
-        if self.expected not in (None, content):
+        """Raise ValueError if these are not the weights of the frozen model."""
+        if content != self.content:
             raise ValueError(
-                f"{self.role} of the checkpoint had other weights ({key_of(self.expected)[:8]}) "
-                f"than now ({key_of(content)[:8]}); restore init.from, task.model or task.teacher, "
-                "or begin a new run"
+                f"{self.role} of the checkpoint had other weights than now; restore init.from, "
+                "task.model or task.teacher, or begin a new run"
             )
 
 
@@ -111,25 +108,22 @@ class FrozenTask:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which weights were frozen, for a checkpoint."""
+        """Return which weights were frozen, for a checkpoint; None: the run was only tried."""
         frozen = self.frozen_model()
         if frozen is None:
             return {}
-        return {"frozen": frozen.expected or (PLACEHOLDERS if frozen.is_tried else frozen.content)}
+        return {"frozen": frozen.expected if frozen.is_tried else frozen.content}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare the frozen weights with those of a checkpoint, if they are known already.
+        """Compare the frozen weights with those of a checkpoint, unless the task is only tried.
 
         Raise ValueError if they differ: the run would continue with another frozen model.
         """
         frozen = self.frozen_model()
-        if frozen is None:
-            return
-        frozen.expected = state.get("frozen")
-        if frozen.is_tried:
-            frozen.expected = None if frozen.expected == PLACEHOLDERS else frozen.expected
-        elif frozen.content is not None:
-            frozen.check(frozen.content)
+        if frozen is not None:
+            frozen.expected = state.get("frozen")
+            if not frozen.is_tried:
+                frozen.check(frozen.expected)
 
     def before_run(self, model: Any, run: Any) -> None:
         """Compute what is missing of the outputs, and read them from now on. Collective.
@@ -154,7 +148,7 @@ class FrozenTask:
         # Which weights are frozen? Those of a trained policy are in its checkpoint.
         if frozen.content is None:
             frozen.content = frozen.expected or _weights(self, frozen, run.initial_model())
-        frozen.check(frozen.content)
+        frozen.check(frozen.expected or frozen.content)
 
         # Which ranges are missing? All processes look before one of them writes.
         folders = _folders(frozen, model, run)
@@ -224,7 +218,8 @@ def _compute(
     # FSDP2 needs equally many forwards on all processes: some repeat theirs.
     forwards = 0
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        for outputs in map(frozen.outputs.__getitem__, folders):
+        for name in folders:
+            outputs = frozen.outputs[name]
             for number in range(len(outputs.ranges)):
                 forwards = max(forwards, len(outputs.batches(number)))
 
@@ -249,14 +244,14 @@ def _compute(
 def _folders(frozen: FrozenModel, model: nn.Module, run: Any) -> dict[str, Path]:
     """Return the folder of the outputs of each data set that is read, and make it."""
     root = Path(frozen.address).expanduser() if frozen.address else run.cache.parent
-    parts = [FORMAT, run.cache.name, frozen.content, dict(frozen.kind)]
+    parts = [run.cache.name, frozen.content, dict(frozen.kind)]
 
     # What else changes the outputs of a policy?
     if frozen.build is None:
         parts.append(sorted({str(parameter.dtype) for parameter in model.parameters()}))
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
-            parts.append(config._attn_implementation)
+            parts.append(getattr(config, "_attn_implementation", None))
             for key, value in config.to_dict().items():
                 if not key.startswith("_") and key not in _NOT_OF_CONFIG:
                     parts.append([key, value])
