@@ -106,8 +106,11 @@ class SeededSamples(Dataset[Any]):
             if self.reading[self._worker] < 0:  # raised by collate
                 raise
             by = "" if worker is None else f" by data worker {worker.id}"
-            what = f"{self._sample(self._worker)} cannot be loaded{by}"
-            raise _kind(error)(f"{what}: {type(error).__name__}: {error}") from error
+            message = (
+                f"{self._sample(self._worker)} cannot be loaded{by}: {type(error).__name__}: "
+                f"{error}"
+            )
+            raise _kind(error)(message) from error
 
     def _sample(self, worker: int) -> str:
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__
