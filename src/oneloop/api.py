@@ -85,7 +85,7 @@ def fit(
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Reject a second call in this process."""
+    """Reject a second call in this process. Of BadInput, only the message is raised."""
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
@@ -94,6 +94,8 @@ def _alone(name: str) -> Iterator[None]:
         )
     try:
         yield
+    except BadInput as error:
+        raise BadInput(str(error)) from None
     finally:
         _LOCK.release()
 

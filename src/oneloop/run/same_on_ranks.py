@@ -19,7 +19,7 @@ from oneloop.launch.processes import Run
 from oneloop.run.compatibility import ORDER, input_differences
 from oneloop.run.source_code import sources
 
-_HASHED = 1 << 24  # elements of a tensor that are hashed, at most
+_HASHED = 1 << 20  # elements of a tensor that are hashed, at most
 _SECONDS = 10.0  # until a file from another machine appears on shared storage
 
 
