@@ -28,7 +28,7 @@ from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.distil",
-    "oneloop.tasks.language.distil_sums",
+    "oneloop.tasks.language.text_sums",
     "oneloop.tasks.language.teachers",
 )
 
