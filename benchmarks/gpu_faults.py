@@ -253,13 +253,10 @@ class _PeakOfDevice:
             self._thread.join()
 
     def _watch(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
         while not self._over.wait(0.05):
-            used = pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30
-            self.gib = max(self.gib, used)
+            used = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+            self.gib = max(self.gib, float(used.split()[0]) / 1024)
 
 
 @line("faults", seconds=60, numbers=["worlds"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_check import DETERMINISTIC, SMALL, SMALL_LLAMA, hashed, resumed, texts, trained
 from gpu_lines import Place, Result, line
-from oneloop.measure.flops import data_sheet, in_float32, measured_peak
+from oneloop.measure.flops import data_sheet, measured_peak
 from oneloop.tasks.retrieval_metrics import Retrieval
 from same_bits_gpu import environment
 
@@ -127,7 +127,7 @@ def peaks_of_the_data_sheet(place: Place) -> Result:
     peaks = data_sheet(torch.cuda.get_device_name(place.device))
     if not peaks:
         return Result("this card is not known: MFU uses a measured peak", numbers)
-    shares = [tf32 / in_float32(peaks), bf16 / peaks[torch.bfloat16]]
+    shares = [tf32 / peaks[torch.float32], bf16 / peaks[torch.bfloat16]]
     assert all(0.2 < share < 1.1 for share in shares), (shares, numbers)
     return Result(f"{shares[0]:.0%} of TF32, {shares[1]:.0%} of bf16", numbers)
 

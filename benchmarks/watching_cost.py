@@ -37,7 +37,6 @@ from rich.console import Console
 from torch import nn
 
 from oneloop.machine.torch_settings import scheduled_garbage
-from oneloop.measure.advice import Advice
 from oneloop.measure.meter import Meter
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
@@ -68,7 +67,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     done = 0
     display = Display(console=Console(file=io.StringIO()))
     display.begin(lambda: done, total=10**9)
-    advice = Advice(workers=0, cores=2)
     norm = torch.tensor(1.0)
     logged: list[float] = []
 
@@ -101,7 +99,6 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         values = meter.read()
         tracking.log({"step": done, "samples": 160 * done, "time": 1.0, "train/lr": 1e-4, **values})
         display.metrics(done, values)
-        advice(meter.clock.overall)
 
     kinds = {"bare": bare, "watched": watched, "control": bare}
     found: dict[str, list[float]] = {name: [] for name in kinds}

@@ -102,8 +102,7 @@ class FakeSteps:
             run.accelerator,
             parameters,
             metrics=found.metrics,
-            leaf=job.layout.leaf if job.exact else None,
-            leaves=job.layout.accumulate,
+            leaves=job.layout.leaves(run.rank) if job.exact else (),
         )
 
     def batches(self, step: int) -> list[Batch]:

@@ -41,8 +41,6 @@ USUAL = (
     # what is exchanged and compared
     r"machine.check_every: every process has its own shard \(FSDP2\), so there are no replicas .*",
     r"the processes compare weights and optimizer state every 5 steps",
-    r"each process keeps whole gradients between micro-batches: .*",
-    r"batch.grain under FSDP2: .* MiB of gradients are exchanged per step, none kept whole",
     r"EMA weights: ema",
     r"frozen: [\d,]+ of [\d,]+ parameters \(0.0 MB\), saved once, in base/; .*",
     # what the machine costs

@@ -13,7 +13,7 @@ from torch import nn
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.preflight_result import Preflight
 from oneloop.loop import start_lines
-from oneloop.loop.start_lines import _promise, _slow_averages
+from oneloop.loop.start_lines import _promise
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
@@ -132,26 +132,3 @@ def test_the_docs_name_the_precision_as_the_log_does():
         "1e-6 in float32" in text
         and "(1e-6 relative in float32)" in (ROOT / "README.md").read_text()
     )
-
-
-@pytest.mark.parametrize(
-    ("device", "number", "sharded", "advises"),
-    [
-        ("cuda", 7e9, True, True),
-        ("cuda", 2e8, True, False),  # on eight processes
-        ("cuda", 2e8, False, True),
-        ("cpu", 7e9, False, False),
-    ],
-)
-def test_advice_for_averages_in_host_memory(monkeypatch, device, number, sharded, advises):
-    ema = SimpleNamespace(device="cpu")
-    job = SimpleNamespace(built=SimpleNamespace(number=number), recipe=SimpleNamespace(ema=ema))
-    run = SimpleNamespace(device=torch.device(device), ranks=8, sharded=sharded)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    lines = [*_slow_averages(job, run)]
-    torch.set_num_threads(2)
-    assert not [*_slow_averages(job, run)]
-    torch.set_num_threads(threads)
-    assert bool(lines) == advises
-    assert all("ema.every 10" in line for line in lines)

@@ -3,6 +3,7 @@ layout."""
 
 from __future__ import annotations
 
+import html
 import json
 import math
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.measure.noise_scale import NoiseScale, Sensor, meaning
+from oneloop.measure.noise_scale import NoiseScale, Sensor
+from oneloop.tools.report.advice import meaning
 from tiny import Ragged
 from worlds import each_message, run, train
 
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.loop.log_steps",
     "oneloop.measure.noise_scale",
     "oneloop.optim.clip",
+    "oneloop.tools.report.advice",
 )
 
 WIDTH, DISTANCE = 40, 2.0
@@ -126,13 +129,13 @@ def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
     lines = [
         json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
     ]
-    assert any("train/noise_scale" in line for line in lines)
-    message = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
-    assert message in first[1] and message.startswith("noise scale: critical batch about ")
-    message = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
-    assert (
-        message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
-    )
+    *_, last = (line["train/noise_scale"] for line in lines if "train/noise_scale" in line)
+    assert meaning(last, 64) in first[1]
+    assert meaning(last, 64) in html.unescape((tmp_path / "a" / "report.html").read_text())
+
+    # A step of one micro-batch has nothing to compare.
+    assert "train/noise_scale" not in (tmp_path / "b" / "metrics.jsonl").read_text()
+    assert "noise scale" not in second[1]
 
 
 class Weightless(Ragged):
@@ -225,7 +228,6 @@ def test_measuring_changes_nothing(tmp_path):
         (900.0, 64, "critical batch about 900; you use 64: up to 14x larger"),
         (64.0, 64, "about right"),
         (100.0, 4096, "batches down to 1/41 of it would need fewer samples"),
-        (None, 64, "n/a"),
     ],
 )
 def test_what_it_means(value, batch, expected_text):

@@ -236,11 +236,7 @@ def _fitted(folder: str) -> dict:
 
     fit("digits", duration=2, batch={"size": 32}, run={"dir": f"{folder}-before"}, **QUIET)
     summary = fit("digits", duration=6, batch={"size": 32}, run={"dir": folder}, **QUIET)
-    return {
-        name: value
-        for name, value in summary.items()
-        if name not in ("seconds", "time", "goodput", "noise_scale")
-    }
+    return {name: value for name, value in summary.items() if name not in ("seconds", "goodput")}
 
 
 def _beside_another() -> None:

@@ -33,7 +33,6 @@ from slow_cases import with_slow
 from worlds import each_forked, here, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.measure.goodput",
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.store",
     "oneloop.checkpoint.writer",

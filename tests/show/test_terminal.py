@@ -17,7 +17,6 @@ from rich.console import Console
 
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
-from oneloop.measure.advice import Advice, diagnosis
 from oneloop.run.summary import _remarks
 from oneloop.show.terminal import Display
 from oneloop.tools.run_reader import Follower
@@ -27,7 +26,6 @@ from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.progress",
-    "oneloop.measure.advice",
     "oneloop.run.summary",
     "oneloop.show.terminal",
     "oneloop.tools.run_reader",
@@ -244,34 +242,6 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
     assert "6/6" in found and "best eval/loss" in found and "done; results in run" in found
     assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l"), (
         "the cursor is hidden and not shown again"
-    )
-
-
-# --- advice
-# --------------------------------------------------------------------------------------------------
-
-
-def test_advice_is_given_once_for_each_cause():
-    advice = Advice(interval=0.0, workers=0, cores=4)
-    long, data = {"seconds": 31.0}, "50 % of the time the device waits for data"
-    slow_data = {"share/data": 0.5, "share/compute": 0.5}
-    assert advice(lambda: slow_data | {"seconds": 29.0}) == []  # too short for a change to pay off
-    assert advice(lambda: slow_data | long) == [f"{data}: raise machine.workers from 0 to 1"]
-    assert advice(lambda: {"share/data": 0.6, "share/compute": 0.4} | long) == []
-    assert advice(lambda: {"share/compute": 0.97} | long) == []  # no advice
-    assert "smaller types" in advice(lambda: {"share/transfer": 0.4} | long)[0]
-    of_a_cpu = Advice(interval=0.0, workers=0, cores=0)
-    assert of_a_cpu(lambda: slow_data | long) == [f"{data}: make the samples cheaper to load"]
-    assert of_a_cpu.sentence(slow_data | {"seconds": 29.0}) == data
-
-
-def test_no_advice_beyond_the_end_of_the_run():
-    shares = {"share/save": 0.2, "seconds": 60.0}
-    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=501).endswith(
-        "raise save.every from 50 steps to 500"
-    )
-    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=500).endswith(
-        "training waits for checkpoints"
     )
 
 

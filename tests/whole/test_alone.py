@@ -26,7 +26,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.machine.recompute",
     "oneloop.machine.reduction",
     "oneloop.machine.torch_settings",
-    "oneloop.measure.advice",
     "oneloop.measure.clock",
     "oneloop.basics.fingerprint",
     "oneloop.measure.meter",
@@ -273,24 +272,17 @@ def test_noise_scale_in_a_plain_loop():
 
 
 def test_stragglers_in_a_plain_loop():
-    from oneloop.measure.stragglers import DeviceTime, Stragglers
+    from oneloop.measure.stragglers import Stragglers, product_seconds
 
     accelerator = Accelerator()
-    model = accelerator.prepare(nn.Linear(30, 1))
-    own, stragglers, reported = (
-        DeviceTime(model, accelerator.device),
-        Stragglers(["here", "there"]),
-        [],
-    )
+    stragglers = Stragglers(["here", "there"])
+    reported = []
     for log in range(3):
-        with own.measuring():
-            accelerator.backward(model(torch.ones(4, 30)).sum())
         # gather them from all ranks; here the second one is twice as slow
-        forward, *rest = own.read()
-        reported += stragglers.judge(
-            [(0.0, forward, *rest), (0.0, 2 * forward, *rest)], step_seconds=0.1, now=2.0 * log
-        )
-    assert [rank for rank, _ in reported] == [1]
+        seconds = product_seconds(accelerator.device)
+        times = [(0.0, seconds), (0.0, 2 * seconds)]
+        reported += stragglers.judge(times, step_seconds=0.1, now=2.0 * log)
+    assert len(reported) == 1 and reported[0].startswith("rank 1 on there slows down all ranks")
 
 
 def test_policy_and_guard_skip_in_a_plain_loop():
@@ -359,7 +351,6 @@ def test_a_loss_without_logits_in_a_plain_script():
 
 
 def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
-    from oneloop.measure.advice import diagnosis
     from oneloop.measure.meter import Meter
     from oneloop.measure.profiling import Profiling
 
@@ -383,9 +374,7 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
         metrics["train/update_ratio"] > 0
         and abs(sum(v for k, v in metrics.items() if "share/" in k) - 1) < 1e-6
     )
-    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(
-        metrics, workers=0, cores=2
-    )
+    assert (tmp_path / "trace.json.gz").exists()
 
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):

@@ -111,7 +111,7 @@ def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
     units = []
     for load in (0, 1):
         batch = dry.batch(dry.micro_batch, load=load)
-        operations = Operations(modules=dry.run.sharded)
+        operations = Operations()
         with restored_buffers(model):
             passes.append(dry.train(batch, operations=operations))
             after = state_hashes(model)

@@ -86,10 +86,13 @@ class BatchLayout:
             return micro * self.ranks + rank
         return rank * self.accumulate + micro
 
+    def leaves(self, rank: int) -> list[int]:
+        """Return :meth:`leaf` of each micro-batch of a process."""
+        return [self.leaf(rank, micro) for micro in range(self.accumulate)]
+
     def offsets(self, rank: int) -> NDArray[np.int64]:
         """Return the positions of a rank's samples within a step, micro-batch after micro-batch."""
-        leaves = [self.leaf(rank, micro) for micro in range(self.accumulate)]
-        starts = self.each * np.array(leaves, dtype=np.int64)
+        starts = self.each * np.array(self.leaves(rank), dtype=np.int64)
         return (starts[:, None] + np.arange(self.each)).reshape(-1)
 
     def __str__(self) -> str:

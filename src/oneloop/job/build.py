@@ -24,13 +24,13 @@ from oneloop.job.task import (
     make_task,
     reject_skips,
     sets_of,
-    why_no_noise_scale,
 )
 from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.generated import check_generates
 from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _LOG = 50  # steps between log lines with log.every auto, at most
 _LINES = 40  # log lines of a shorter run, at least
@@ -107,7 +107,7 @@ class Job:
     intervals: Intervals
     rate: LearningRate
     upward: bool  # whether a larger value of the eval.best metric is better
-    no_noise_scale: str | None  # why the noise scale cannot be measured; None: it can
+    noise_scale: bool  # whether the run measures the gradient noise scale
     # what identifies recipe, code, model and data, once a run has prepared them
     inputs: Texts = field(default_factory=dict)
 
@@ -163,11 +163,6 @@ class Job:
     def exact(self) -> bool:
         """Whether the run must be bit-identical on every parallel layout (``batch.grain``)."""
         return self.layout.grain is not None
-
-    @property
-    def noise_scale(self) -> bool:
-        """Whether the run measures the gradient noise scale."""
-        return self.recipe.log.noise_scale and self.no_noise_scale is None
 
     @property
     def policy(self) -> Policy:
@@ -250,17 +245,23 @@ def build_job(
         intervals=_intervals(recipe, scale, total),
         rate=rate,
         upward=upward,
-        no_noise_scale=_no_noise_scale(recipe, task, order, layout, sharded=sharded),
+        noise_scale=_measures_noise(recipe, task, order, layout, sharded=sharded),
     )
 
 
-def _no_noise_scale(
+def _measures_noise(
     recipe: Recipe, task: Task, order: Ordered, layout: BatchLayout, *, sharded: bool
-) -> str | None:
-    """Return why the noise scale cannot be measured; None: it can."""
-    if not recipe.data.shuffle:
-        return "its formula needs independent samples, and data.shuffle is false"
-    return why_no_noise_scale(task, order, layout, layout.ranks, sharded=sharded)
+) -> bool:
+    """Return whether to measure the noise scale.
+
+    Its formula needs several parts in a step, independent samples, and a loss that is a sum over
+    samples.
+    """
+    parts = layout.ranks
+    if layout.grain or not sharded:
+        parts *= layout.accumulate
+    independent = recipe.data.shuffle and not isinstance(order, RepeatedOrder)
+    return recipe.log.noise_scale and parts > 1 and independent and not is_whole_batch(task)
 
 
 def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:

@@ -8,11 +8,8 @@ from torch import nn
 
 from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered
 from oneloop.launch.agreement import where
 from oneloop.machine.blocks import has_batch_statistics
-from oneloop.measure.noise_scale import Sensor
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.run_keys import EvalConfig
 from oneloop.recipe.schema import Recipe
@@ -21,17 +18,6 @@ from oneloop.task_protocol.generated import generating_weights
 from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
 from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
-
-
-def why_no_noise_scale(
-    task: Task, order: Ordered, layout: BatchLayout, ranks: int, *, sharded: bool
-) -> str | None:
-    """Return why the noise scale cannot be measured; None: it can."""
-    if hasattr(order, "copies"):
-        return "its formula needs independent samples, but a step has copies of its samples"
-    if is_whole_batch(task):
-        return "its formula needs a loss that is a sum over samples"
-    return Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain)
 
 
 def make_task(recipe: Recipe) -> Task:

@@ -1,5 +1,6 @@
 """Write what a run's folder holds from its start on: the recipe and environment.json."""
 
+from oneloop.data.step_batches import in_memory
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.loop.training_state import State
@@ -8,9 +9,12 @@ from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
 
 
-def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, float]:
-    """Write the recipe and environment.json; return the times of all starts."""
+def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> None:
+    """Write the recipe and environment.json."""
     recipe = job.recipe
+
+    # Without a GPU, training uses all cores. Data in memory needs no workers.
+    alone = run.device.type == "cpu" or in_memory(job.train_set)
 
     # Describe the run. Keys that do not apply are left out of the file.
     about = environment(
@@ -19,6 +23,8 @@ def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, 
         processes=run.ranks,
         inputs=job.inputs,
         eval_micro=recipe.eval.micro or job.layout.each,
+        workers=run.workers(recipe.machine.workers),
+        data_cores=0 if alone else run.cores,
     )
     file = source("task", recipe.task.name)
     if file:
@@ -29,7 +35,5 @@ def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, 
     if skipped:
         about["skipped_rows"] = skipped
 
-    starts = folder.starts(run.began, state.count.seconds)
-    about["starts"] = starts
+    about["starts"] = folder.starts(run.began, state.count.seconds)
     folder.begin(recipe.yaml(), about)
-    return starts

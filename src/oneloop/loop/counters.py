@@ -2,11 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from oneloop.measure.goodput import goodput
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.examples import Examples
 from oneloop.show.terminal import Display
@@ -28,25 +27,15 @@ class Counters:
     waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
-    # seconds of data and save in earlier starts
-    lost: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed_over(self) -> int:
         """Samples drawn but not trained on, because of bad steps or fp16 loss scaling."""
         return self.position - self.samples
 
-    def begin(self, starts: Mapping[str, float]) -> None:
-        """Start the clock of :meth:`elapsed`, which a rewind does not reset.
-
-        ``starts`` are the times of all starts, by :meth:`Folder.starts`."""
+    def begin(self) -> None:
+        """Start the clock of :meth:`elapsed`, which a rewind does not reset."""
         self._began = time.perf_counter() - self.seconds
-        self._starts = starts
-
-        # Time before the first start of this folder belongs to a run in another folder.
-        if self.seconds <= starts["before"]:
-            self.lost = {}
-        self._lost = self.lost
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -59,16 +48,6 @@ class Counters:
         for known in fields(self):
             kind = type(getattr(self, known.name))
             setattr(self, known.name, kind(state[known.name]))
-        self.lost = {cause: float(seconds) for cause, seconds in self.lost.items()}
-
-    def measured(self, spent: Mapping[str, float]) -> None:
-        """Store the seconds of this start in which the run waited for data or saved."""
-        before = self._lost
-        self.lost = {cause: before.get(cause, 0.0) + spent[cause] for cause in ("data", "save")}
-
-    def goodput(self, now: float) -> dict[str, Any]:
-        """Return :func:`oneloop.measure.goodput.goodput` of the run until ``now``."""
-        return goodput(self._starts, kept=self.elapsed(), now=now, lost=self.lost)
 
     def trained(self, samples: int, weight: float) -> None:
         """Count an accepted update with ``samples`` samples of total weight ``weight``."""
@@ -217,18 +196,17 @@ class RunLog:
         """Log an event, for example ``save``."""
         self.write(self.line(event=name))
 
-    def log(self, metrics: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
+    def log(self, metrics: Mapping[str, float], **more: str) -> None:
         """Log training metrics, and print them.
 
         Args:
             metrics: by name.
-            remarks: printed below the metrics.
             more: only logged.
         """
         self._results["train/loss"] = metrics["train/loss"]
         self.write(self.line(time=self._count.elapsed(), **metrics, **more))
         named = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
-        self._display.metrics(self._count.step, metrics, remarks, named)
+        self._display.metrics(self._count.step, metrics, named)
 
     def evaluated(
         self,

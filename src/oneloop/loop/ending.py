@@ -1,6 +1,5 @@
 """The end of a run: which weights ``final/`` gets, the last evaluation, and the summary."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,6 @@ from oneloop.basics import exit_codes
 from oneloop.basics.heartbeats import BEATS, ENDING
 from oneloop.loop.evaluations import Evaluations
 from oneloop.loop.parts import Parts
-from oneloop.measure.advice import Advice
-from oneloop.measure.noise_scale import meaning
 from oneloop.run.final_weights import FinalWeights, load_task_state, write_final
 
 
@@ -19,13 +16,11 @@ class Ending:
     Args:
         parts: of the run.
         evaluations: evaluate the last weights.
-        advice: which setting would save the most time.
     """
 
-    def __init__(self, parts: Parts, evaluations: Evaluations, advice: Advice) -> None:
+    def __init__(self, parts: Parts, evaluations: Evaluations) -> None:
         self._parts = parts
         self._evaluations = evaluations
-        self._advice = advice
 
     def final_weights(self, *, stopped: bool) -> FinalWeights:
         """Restore the weights of the best evaluation, if the recipe asks for them.
@@ -115,7 +110,4 @@ class Ending:
                 "larger_is_better": best.upward,
             },
             "final": final.as_json(),
-            "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
-            "time": self._advice.sentence(state.meter.clock.overall()),
-            "goodput": count.goodput(time.time()),
         }

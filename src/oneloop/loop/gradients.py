@@ -27,7 +27,6 @@ from oneloop.machine.fsdp2_units import Units, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
-from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
@@ -92,11 +91,9 @@ class Gradients:
             self._reduction = Reduction(model, accumulate=layout.accumulate, units=self.units)
 
         # Indices of this rank's leaves in the step.
-        leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
-        self._leaves = torch.tensor(leaves, device=run.device)
+        self._leaves = torch.tensor(layout.leaves(run.rank), device=run.device)
 
         self._at = _MicroBatch(0, -1, 0.0, False)
-        self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     def _search(self) -> Callable[[list[bool]], list[bool]] | None:
         """Return what combines flags of used parameters over all ranks; None: not searched for."""
@@ -123,14 +120,11 @@ class Gradients:
 
         Args:
             position: of the step's first sample in the order of all samples.
-            measured: measure the device time and, if the run does, the noise scale; find out if the
-                model draws from Python's or numpy's generator.
+            measured: measure the noise scale, if the run does; find out if the model draws from
+                Python's or numpy's generator.
         """
         self._at = _MicroBatch(position, -1, 0.0, measured)
-        noise = self._sensor.measuring(measured and self._job.noise_scale)
-        if measured and self._run.ranks > 1:
-            return self.device_time.measuring(noise)
-        return noise
+        return self._sensor.measuring(measured and self._job.noise_scale)
 
     def micro_batch(self, weight: float) -> "Gradients":
         """Return a context around forward and backward of the next micro-batch.

@@ -1,4 +1,4 @@
-"""The log lines of training steps: metrics, slow ranks, noise scale, advice; and the profiler."""
+"""The log lines of training steps: metrics, slow ranks, noise scale; and the profiler."""
 
 import os
 import socket
@@ -10,15 +10,13 @@ from torch import Tensor
 from oneloop.basics.launcher import HOST
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
-from oneloop.data.step_batches import in_memory
 from oneloop.loop.parts import Parts
-from oneloop.measure.advice import Advice
 from oneloop.measure.profiling import Profiling
-from oneloop.measure.stragglers import Stragglers
+from oneloop.measure.stragglers import Stragglers, product_seconds
 
 
 class LogSteps:
-    """Writes the log lines of training steps, and advises what would save time.
+    """Writes the log lines of training steps.
 
     Args:
         parts: of the run.
@@ -26,22 +24,9 @@ class LogSteps:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        job = parts.job
-        run = parts.run
-
-        # Advise more workers only if there are cores for them. Without a GPU, training uses all
-        # cores. Data in memory needs no workers.
-        cores = run.cores
-        if run.device.type == "cpu" or in_memory(job.train_set):
-            cores = 0
-        self.advice = Advice(
-            workers=run.workers(job.recipe.machine.workers),
-            cores=cores,
-            steps=job.steps,
-            eval_every=job.intervals.every["eval"],
-            save_every=job.intervals.every["save"],
-        )
-        self._stragglers = Stragglers(run.gathered(os.environ.get(HOST) or socket.gethostname()))
+        self._idle = 0.0  # seconds per step without data, before the last log line
+        host = os.environ.get(HOST) or socket.gethostname()
+        self._stragglers = Stragglers(parts.run.gathered(host))
 
     def write(self, lr: float, total: float) -> None:
         """Write a log line. Host sync; collective: call on every rank.
@@ -55,39 +40,37 @@ class LogSteps:
         gradients = parts.gradients
         log = parts.run_log
 
-        # Read the meter (host sync, collective): metrics, and what each rank measured alone.
-        wait = parts.steps.data_wait()
-        device_times = gradients.device_time.read() if parts.run.ranks > 1 else (0.0, 0.0, 0.0)
+        # Read the meter (host sync, collective): metrics, and what each rank measured alone. Only a
+        # wait for data that also left the device idle counts.
+        wait = min(parts.steps.data_wait(), self._idle)
+        product = product_seconds(parts.run.device) if parts.run.ranks > 1 else 1.0
         metrics = {
             "train/lr": lr,
-            **state.meter.read([wait, *device_times, float(gradients.seen.others.drew)]),
+            **state.meter.read([wait, product, float(gradients.seen.others.drew)]),
             "train/epoch": state.count.samples / len(parts.job.train_set),
         }
-        clock = state.meter.clock
-        state.count.measured(clock.spent())
+        step_seconds = metrics.get("speed/step_seconds", 0.0)
+        self._idle = metrics["share/data"] * step_seconds
 
         # What one rank draws, all ranks seed.
         if any(drew for *_, drew in state.meter.own):
             gradients.seed_others()
 
         # Report a rank that slows down the others.
-        found = self._stragglers.judge(
-            [times for *times, _ in state.meter.own],
-            step_seconds=metrics.get("speed/step_seconds", 0.0),
-            now=time.monotonic(),
-        )
-        for _, why in found:
+        times = [(wait, product) for wait, product, _ in state.meter.own]
+        slow = self._stragglers.judge(times, step_seconds=step_seconds, now=time.monotonic())
+        for why in slow:
             log.write(log.line(event="straggler", why=why))
             parts.run.display.say(f"{why} (oneloop doctor)")
 
         # Add the noise scale. Reading it is collective.
         if parts.job.noise_scale:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
-            metrics |= state.noise.metrics()
+            if state.noise.value is not None:
+                metrics["train/noise_scale"] = state.noise.value
 
         # With batch.grain, log hashes of all tensors: they show where two runs differ.
-        remarks = self.advice(clock.overall)
-        log.log(metrics, remarks, **self._hashes())
+        log.log(metrics, **self._hashes())
 
     def _hashes(self) -> dict[str, str]:
         """With ``batch.grain``, return hashes of all tensors of a checkpoint.
@@ -111,20 +94,10 @@ class LogSteps:
         It records on rank 0, to ``profile`` in the run folder."""
         run = self._parts.run
         watch = self._parts.job.recipe.watch
-        folder = folder / "profile"
-        run_log = self._parts.run_log
-
-        def log(metrics: dict[str, float]) -> None:
-            line = run_log.line(**metrics)
-            run_log.write(line)
-
-        if not run.main:
-            return Profiling(folder, run.device)
         return Profiling(
-            folder,
+            folder / "profile",
             run.device,
-            profile=watch.profile,
-            memory=watch.memory,
+            profile=watch.profile if run.main else None,
+            memory=watch.memory if run.main else None,
             say=run.display.say,
-            log=log,
         )

@@ -55,7 +55,6 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         job.reject_position(state.count.position)
 
     # Write the recipe and the environment. From here on, a stop saves a checkpoint.
-    starts: dict[str, float] = {}
     with run.setting_up():
         run.stopping.early = False
         run.begun = True
@@ -63,10 +62,10 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         CHANNEL.folder = folder.path.absolute()
         CHANNEL.send(folder=str(CHANNEL.folder))
         if run.main:
-            starts = begin_folder(job, run, folder, state)
+            begin_folder(job, run, folder, state)
 
     # Start the clock.
-    state.count.begin(run.from_main(starts))
+    state.count.begin()
 
     # Begin the log. Its state is saved, too: a resume deletes the lines of lost steps.
     tracking = Tracking(

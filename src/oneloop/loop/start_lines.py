@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -27,7 +26,6 @@ _IGNORED = {
     "ACCELERATE_DOWNCAST_BF16": ("false",),
 }
 """settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
-_MANY = 1e8  # parameters that one thread does not average within a step
 
 
 def start_lines(
@@ -65,8 +63,6 @@ def start_lines(
     # How the machine computes it.
     yield from unused(run.device)
     yield from missing_operators(run.device)
-    if run.sharded:
-        yield from _exchanged(job, run)
     yield from job.built.notes
     ignored = [
         f"{name}={os.environ[name]}"
@@ -80,7 +76,6 @@ def start_lines(
         )
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
-        yield from _slow_averages(job, run)
     yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
@@ -90,17 +85,6 @@ def start_lines(
         if isinstance(optimizer, Muon) and run.ranks > 1:
             line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"
         yield line
-
-
-def _slow_averages(job: Job, run: Run) -> Iterator[str]:
-    """Yield advice if one thread of the host averages a large model."""
-    number = job.built.number / (run.ranks if run.sharded else 1)
-    away = job.recipe.ema.device == "cpu" and run.device.type != "cpu"
-    if away and number > _MANY and torch.get_num_threads() == 1:
-        yield (
-            f"ema.device cpu: one thread averages {number:,.0f} parameters (OMP_NUM_THREADS=1), "
-            "which may take longer than a step; set ema.every 10, or OMP_NUM_THREADS"
-        )
 
 
 def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
@@ -165,33 +149,6 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
     if recipe.eval.metric != "eval/loss":
         direction = "larger" if job.upward else "smaller"
         yield f"eval.best {recipe.eval.metric}: {direction} is better"
-
-
-def _exchanged(job: Job, run: Run) -> Iterator[str]:
-    """Yield the line on the gradients that FSDP2 exchanges in a step, and keeps in memory."""
-    layout = job.layout
-    held = 4 * job.built.number / 2**20  # MiB of float32 gradients
-    moved = layout.accumulate * held
-    if job.exact:
-        line = (
-            f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none "
-            "kept whole"
-        )
-        if run.accelerator.mixed_precision in HALF:
-            line += (
-                "; half precision is autocast, and weights are gathered in float32: twice the bytes"
-            )
-        yield line
-    elif layout.accumulate > 1 and job.recipe.machine.sync_each_batch:
-        yield (
-            f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, "
-            "none kept whole"
-        )
-    elif layout.accumulate > 1:
-        yield (
-            f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB; "
-            f"machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
-        )
 
 
 def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:

@@ -156,6 +156,5 @@ def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
         peak=run.peak_flops(largest.dtype) if run.main else 0.0,  # it may be measured
         tokens=job.unit == "tokens",
         metrics=seen.metrics,
-        leaf=job.layout.leaf if job.exact else None,
-        leaves=job.layout.accumulate,
+        leaves=job.layout.leaves(run.rank) if job.exact else (),
     )

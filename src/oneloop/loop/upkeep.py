@@ -30,7 +30,7 @@ class Upkeep:
         self.log = LogSteps(parts)
         self.evaluations = Evaluations(parts)
         self.bad_steps = BadStepHandler(parts, self.evaluations)
-        self.ending = Ending(parts, self.evaluations, self.log.advice)
+        self.ending = Ending(parts, self.evaluations)
 
     @contextmanager
     def around_steps(self, folder: Path) -> Iterator[Profiling]:

@@ -17,8 +17,7 @@ gradients and of the step's gradient, which is their mean. B_simple = tr(S) / |G
 import math
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from oneloop.basics.tensors import sharded_units
-from oneloop.basics.wide_sums import on_host, wide_dtype
+from oneloop.basics.wide_sums import wide_dtype
 
 
 class Sensor:
@@ -53,13 +52,13 @@ class Sensor:
     ) -> None:
         self._accelerator = accelerator
         self._means = 1 if summed else accelerator.num_processes
-        self._parameters = [
-            parameter for parameter in model.parameters() if parameter.requires_grad
-        ]
-        self._sharded = sharded_units(model)
+        units = sharded_units(model)
         if not passed:
-            for module in self._sharded:
-                module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
+            for unit in units:
+                unit.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
+        self._hooked: list[nn.Parameter] = []  # hooks are before accumulation and DDP's buckets
+        if not units:
+            self._hooked = [one for one in model.parameters() if one.requires_grad]
         self._scale = 1.0  # of the loss
 
         # Of the measured step.
@@ -68,41 +67,31 @@ class Sensor:
         self._norms: list[Tensor] = []  # of the current part's tensors
         self._weight = 0.0  # of the current part
 
-    @staticmethod
-    def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
-        """Return why a layout cannot measure the noise scale, or None.
-
-        With batch.grain, pass ``sharded=False``."""
-        parts = ranks if sharded else ranks * accumulate
-        if parts > 1:
-            return None
-        return "a step has only one micro-batch; set batch.micro to half of it"
-
     @contextmanager
     def measuring(self, on: bool = True) -> Iterator[None]:
         """Measure the gradients of one step in this context."""
-        self._norms = []
-        self._parts = []
-        self._weight = 0.0
-        self._on = on
-        if on and self._accelerator.scaler is not None:
-            self._scale = self._accelerator.scaler.get_scale()  # host sync
-        handles = []
-        if on and not self._sharded:  # before accumulation and DDP's buckets
-            handles = [parameter.register_hook(partial(self.see)) for parameter in self._parameters]
-        try:
+        if not on:
             yield
-        finally:
-            self._on = False
-            for handle in handles:
-                handle.remove()
+            return
+        self._parts = []
+        self._norms = []
+        self._weight = 0.0
+        if self._accelerator.scaler is not None:
+            self._scale = self._accelerator.scaler.get_scale()  # host sync
+        with ExitStack() as stack:
+            for parameter in self._hooked:
+                stack.callback(parameter.register_hook(self.see).remove)
+            self._on = True
+            try:
+                yield
+            finally:
+                self._on = False
 
     def see(self, gradient: Tensor) -> None:
         """Add one gradient tensor of the current part."""
-        if not self._on:
-            return
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
+        if self._on:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
 
     def micro_batch(self, weight: float) -> None:
         """Record that a micro-batch's backward is done; ``weight`` is its weight on this rank."""
@@ -117,7 +106,7 @@ class Sensor:
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
         """Return the statistics of the last measured step.
 
-        Collective; one all-reduce and one host sync.
+        Collective; one all-reduce, and host syncs.
 
         Args:
             weight: Weight of the global batch, by which the summed loss was divided.
@@ -133,12 +122,12 @@ class Sensor:
         mine = [0.0, 0.0, float(len(self._parts))]
         for square, own in self._parts:
             undone = weight / (self._means * own * self._scale)
-            mine[0] += float(on_host(square)) * (undone * undone)
+            mine[0] += float(square) * (undone * undone)  # host sync
             mine[1] += 1.0 / own
+        self._parts = []
         device = self._accelerator.device
         sums = torch.tensor(mine, dtype=wide_dtype(device), device=device)
         square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()  # host sync
-        self._parts = []
         each = weight / samples  # mean weight of a sample
         count = count or math.nan
         return square / count, inverse / count * each, 1.0 / samples
@@ -183,7 +172,7 @@ class NoiseScale:
         square = norm * norm  # infinite if it overflows, where norm**2 is an error
         noise = (small_square - square) / (small_inverse - big_inverse)
         signal = square - noise * big_inverse
-        if noise == noise and signal == signal and abs(noise) != float("inf"):
+        if math.isfinite(noise) and math.isfinite(signal):
             self._measured.append((noise, signal))
 
     @property
@@ -194,10 +183,6 @@ class NoiseScale:
         noise, signal = (sum(values) for values in zip(*self._measured, strict=True))
         return noise / signal if noise > 0 and signal > 0 else None
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metric for the log; empty if there is no estimate."""
-        return {} if self.value is None else {"train/noise_scale": self.value}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements in the window."""
         return {"found": [list(pair) for pair in self._measured]}
@@ -206,30 +191,3 @@ class NoiseScale:
         """Restore the measurements."""
         self._measured.clear()
         self._measured.extend((float(noise), float(signal)) for noise, signal in state["found"])
-
-
-def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
-    """Return a sentence about the noise scale.
-
-    Args:
-        value: B_simple in samples; None: there is no estimate.
-        batch: Global batch size.
-        why_not: Why it cannot be measured; None: it can.
-    """
-    if why_not is not None:
-        return f"noise scale n/a: {why_not}"
-    if value is None:
-        return (
-            "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
-        )
-    critical = float(f"{value:.2g}")
-    sentence = f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}"
-    if critical >= 1.5 * batch:
-        times = float(f"{critical / batch:.2g}")
-        decimals = 0 if times >= 10 else 1
-        factor = f"{times:,.{decimals}f}x"
-        return f"{sentence}: up to {factor} larger batches cost little data efficiency"
-    if critical <= batch / 1.5:
-        share = f"1/{batch / critical:,.0f}"
-        return f"{sentence}: batches down to {share} of it would need fewer samples, and more steps"
-    return f"{sentence}: that is about right"

@@ -9,19 +9,15 @@
 https://pytorch.org/memory_viz; ``operators.txt`` is a table.
 """
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile as torch_profile
 
 from oneloop.basics.duration import span
 from oneloop.basics.memory import peak_memory
-
-_SENDING = ("nccl", "gloo:", "c10d::", "record_param_comms")
 
 
 class Profiling:
@@ -33,7 +29,6 @@ class Profiling:
         profile: Steps of the trace, ``10-15`` or ``10``, counted from 1.
         memory: Steps of the memory snapshot; without a GPU, only the peak is printed.
         say: Prints a message for the user.
-        log: Gets the share of exposed communication, as a metric.
     """
 
     def __init__(
@@ -44,92 +39,74 @@ class Profiling:
         profile: str | None = None,
         memory: str | None = None,
         say: Callable[[str], object] = print,
-        log: Callable[[dict[str, float]], object] = dict,
     ) -> None:
-        self._folder = folder
-        self._device = device
-        self._say = say
-        self._log = log
-        self._trace = span(profile, "watch.profile") if profile else None
-        self._memory = span(memory, "watch.memory") if memory else None
-        self._profiler: Any = None
-        self._recording = False
+        self._recordings: list[_Recording] = []
+        if profile:
+            steps = span(profile, "watch.profile")
+            self._recordings.append(_Recording(steps, _trace(folder, device, say)))
+        if memory:
+            steps = span(memory, "watch.memory")
+            self._recordings.append(_Recording(steps, _memory_history(folder, device, say)))
 
     def __enter__(self) -> "Profiling":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
-    ) -> None:
-        self._stop_trace()
-        self._stop_memory()
+    def __exit__(self, *error: object) -> None:
+        for recording in self._recordings:
+            recording.running.close()
 
     def step(self, number: int) -> None:
         """Start or stop recording before the step of this number."""
-        if self._trace is not None:
-            first, last = self._trace
-            if self._profiler is None and first <= number <= last:
-                self._start_trace()
-            elif number > last:
-                self._stop_trace()
-        if self._memory is not None:
-            first, last = self._memory
-            if not self._recording and first <= number <= last:
-                self._recording = True
-                if self._device.type == "cuda":
-                    torch.cuda.memory._record_memory_history(max_entries=200_000)
-            elif number > last:
-                self._stop_memory()
+        for recording in self._recordings:
+            first, last = recording.steps
+            if number > last:
+                recording.running.close()
+            elif number >= first and not recording.begun:
+                recording.begun = True
+                recording.running.enter_context(recording.context)
 
-    def _start_trace(self) -> None:
-        kinds = [ProfilerActivity.CPU]
-        if self._device.type == "cuda":
-            kinds.append(ProfilerActivity.CUDA)
-        self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
-        self._profiler.start()
 
-    def _stop_trace(self) -> None:
-        if self._profiler is None:
-            return
-        if self._device.type != "cpu":
+class _Recording:
+    """A context around a range of steps, from the first to the last one."""
+
+    def __init__(self, steps: tuple[int, int], context: AbstractContextManager[None]) -> None:
+        self.steps = steps
+        self.context = context
+        self.begun = False
+        self.running = ExitStack()  # closed after the last step, or at the end of the run
+
+
+@contextmanager
+def _trace(folder: Path, device: torch.device, say: Callable[[str], object]) -> Iterator[None]:
+    """Profile; then write the trace and the table of operators."""
+    with torch_profile(record_shapes=True, profile_memory=True) as profiler:
+        yield
+        if device.type != "cpu":
             torch.accelerator.synchronize()  # the trace should hold all kernels of the steps
-        self._profiler.stop()
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+    by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=by, row_limit=30)
+    (folder / "operators.txt").write_text(table)
+    say(f"watch.profile: {folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
 
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._profiler.export_chrome_trace(str(self._folder / "trace.json.gz"))
-        by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
-        table = self._profiler.key_averages().table(sort_by=by, row_limit=30)
 
-        # With several ranks, say what the communication costs.
-        alone, whole = exposed(self._profiler.events() or ())
-        if whole and dist.is_initialized():
-            percent = f"{100 * alone / whole:.1f} %"
-            table = f"communication that nothing else overlaps: {percent} of the span\n{table}"
-            self._log({"profile/exposed_communication": alone / whole})
-        (self._folder / "operators.txt").write_text(table)
-        self._say(
-            f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt"
+@contextmanager
+def _memory_history(
+    folder: Path, device: torch.device, say: Callable[[str], object]
+) -> Iterator[None]:
+    """Record what the GPU's memory is used for; then write the snapshot."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=200_000)
+        yield
+        say(f"watch.memory: {memory_snapshot(folder / 'memory.pickle')} (pytorch.org/memory_viz)")
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        yield
+        say(
+            "watch.memory: a snapshot needs a GPU; the peak of this process is "
+            f"{peak_memory(device) / 2**30:.2f} GiB (watch.profile shows what operators allocate)"
         )
-        self._profiler = None
-        self._trace = None
-
-    def _stop_memory(self) -> None:
-        if not self._recording:
-            return
-        if self._device.type == "cuda":
-            self._say(
-                f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} "
-                "(pytorch.org/memory_viz)"
-            )
-            torch.cuda.memory._record_memory_history(enabled=None)
-        else:
-            peak = peak_memory(self._device) / 2**30
-            self._say(
-                "watch.memory: a snapshot needs a GPU; the peak of this process is "
-                f"{peak:.2f} GiB (watch.profile shows what operators allocate)"
-            )
-        self._recording = False
-        self._memory = None
 
 
 def memory_snapshot(file: Path) -> Path:
@@ -137,50 +114,3 @@ def memory_snapshot(file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     return file
-
-
-def exposed(events: Iterable[Any]) -> tuple[float, float]:
-    """Return the microseconds of communication without computation, and of the whole span.
-
-    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads.
-
-    Args:
-        events: Those of a profiler.
-    """
-    # A GPU also has the ranges of record_function, such as FSDP2's, which are no kernels.
-    found = list(events)
-    kernels = []
-    for event in found:
-        if str(event.device_type).endswith("CUDA") and not event.is_user_annotation:
-            kernels.append(event)
-    compared = kernels or found
-    if not compared:
-        return 0.0, 0.0
-
-    spans = []
-    sending = []
-    computing = []
-    for event in compared:
-        one = (event.time_range.start, event.time_range.end)
-        spans.append(one)
-        if _sends(event.name):
-            sending.append(one)
-        # On the host, an operator that calls others would count twice.
-        elif kernels or (event.name.startswith("aten::") and not event.cpu_children):
-            computing.append(one)
-    whole = max(end for _, end in spans) - min(start for start, _ in spans)
-    return covered(chain(sending, computing)) - covered(computing), float(whole)
-
-
-def _sends(name: str) -> bool:
-    return any(word in name for word in _SENDING)
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of these spans."""
-    total = 0.0
-    end = float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total

@@ -1,7 +1,7 @@
 """The update ratio |change of the weights| / |weights|; about 1e-3 is common."""
 
-from collections.abc import Iterable, Sequence
-from functools import reduce
+from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -25,79 +25,47 @@ class UpdateRatio:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
-        number_of_weights = sum(part.numel() for part in mine)
-        stride = max(1, number_of_weights // _SAMPLED)
+        parts = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
+        stride = max(1, sum(part.numel() for part in parts) // _SAMPLED)
 
         # Sample runs of adjacent weights; runs of one width are measured together.
-        by_width: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
-        for part in mine:
+        self._runs: defaultdict[int, list[Tensor]] = defaultdict(list)
+        # the number of weights that each sampled weight represents
+        self._counts: defaultdict[int, list[Tensor]] = defaultdict(list)
+        for part in parts:
             size = part.numel()
             if size and part.is_contiguous():
                 width = min(_RUN, size)
-                whole = part.view(-1)[: size // width * width]
-                runs = whole.view(-1, width)[::stride]
+                runs = part.view(-1)[: size // width * width].view(-1, width)[::stride]
                 number = runs.numel()
-                share = size / number
-                counts = torch.full((number,), share, device=part.device)
-                all_runs, all_counts = by_width.setdefault(width, ([], []))
-                all_runs.append(runs)
-                all_counts.append(counts)
-        self._samples = [_Sample(runs, counts) for runs, counts in by_width.values()]
-        self._begun = False
+                self._runs[width].append(runs)
+                self._counts[width].append(torch.full([number], size / number, device=part.device))
+        self._before: dict[int, Tensor] = {}
 
     def before(self) -> None:
         """Store the current weights. Call it before the update."""
-        for sample in self._samples:
-            sample.take(1)
-        self._begun = True
+        self._before = self._sample()
 
-    def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self) -> dict[int, Tensor]:
+        return {width: torch.cat(runs).flatten() for width, runs in self._runs.items()}
+
+    def values(self, like: Tensor) -> Tensor:
         """Return the squared norms of the change since :meth:`before`, and of the weights then.
 
-        Both are 0-dim. They are 0 if :meth:`before` was not called, and on a rank without
+        The shape is (2,). They are 0 if :meth:`before` was not called, and on a rank without
         weights."""
-        if self._begun and self._samples:
-            squares = [sample.squares() for sample in self._samples]
-            moved, size = reduce(torch.add, squares)
-        else:
-            moved, size = like.new_zeros(2)
-        self._begun = False
-        return moved, size
-
-    @staticmethod
-    def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
-        """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
-        moved = sum(values[0] for values in ranks)
-        size = sum(values[1] for values in ranks)
-        return (moved / size) ** 0.5 if size else None
+        total = like.new_zeros(2)
+        now = self._sample() if self._before else {}
+        for width, before in self._before.items():
+            wide = torch.promote_types(before.dtype, torch.float32)
+            old = before.to(wide)
+            pair = torch.stack([now[width].to(wide) - old, old])
+            total = total + pair.square_().mv(torch.cat(self._counts[width]).to(wide))
+        self._before = {}
+        return total
 
 
 def _dense(tensor: Tensor) -> Tensor:
     """Permute the dimensions into memory order, which makes channels-last weights contiguous."""
     in_memory_order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(in_memory_order)
-
-
-class _Sample:
-    """Sampled runs of one width from several parameters.
-
-    ``counts``: the number of weights that each element represents."""
-
-    def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
-        dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
-        self._runs = runs
-        self._counts = torch.cat(counts).to(dtype)
-        self._pair = self._counts.new_empty(2, self._counts.numel())
-        # the weights after and before the update
-        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
-
-    def take(self, row: int) -> None:
-        """Copy the current weights into row 0 or 1."""
-        torch.cat(self._runs, out=self._rows[row])
-
-    def squares(self) -> Tensor:
-        """Return the squared norms of the change and of the weights before, shape (2,)."""
-        self.take(0)
-        self._rows[0].sub_(self._rows[1])
-        return self._pair.square_().mv(self._counts)

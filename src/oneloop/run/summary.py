@@ -9,7 +9,6 @@ from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.houses import missing, tool
 from oneloop.basics.untrusted import delete
 from oneloop.launch.processes import Run
-from oneloop.measure import goodput
 from oneloop.run.folder import Folder
 from oneloop.show.terminal import metric
 
@@ -41,13 +40,18 @@ def end_of(
         _write(folder, uploaded)
     summary = uploaded
 
-    # Write the report. An error of the report does not fail the run.
+    # Write the report, which derives goodput and advice from metrics.jsonl. An error of the report
+    # does not fail the run.
+    advice: list[str] = []
     try:
         reporting = tool("the report page")
         if reporting is None:
             print(f"report.html is not written: {missing('the report page')}", file=sys.stderr)
         else:
-            folder.write("report.html", reporting.report([folder.path]))
+            page, more, advice = reporting.ended(folder.path)
+            folder.write("report.html", page)
+            summary = summary | more
+            _write(folder, summary)
     except Exception as error:
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
 
@@ -59,6 +63,7 @@ def end_of(
     folder.close()
 
     # Print the result.
+    run.display.lines(advice)
     run.display.lines(_remarks(summary))
     ended = f"{summary['exit_reason']}; results in {folder.path}"
     if "mirrored" in summary:
@@ -81,19 +86,11 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines at the end: noise scale, time, goodput, the best evaluation, and final/."""
+    """Yield the lines at the end: samples and time, the best evaluation, and final/."""
     if summary.get("samples") and summary.get("seconds"):
         rate = summary["samples"] / summary["seconds"]
         seconds = f"{summary['seconds']:,.1f} s"
         yield f"{summary['samples']:,} samples in {seconds}, {rate:,.0f} samples/s on average"
-    for name in ("noise_scale", "time"):
-        about = summary.get(name)
-        if about and " n/a" not in about:
-            yield about
-
-    about = goodput.sentence(summary)
-    if about:
-        yield about
 
     best = summary.get("best") or {}
     if best.get("value") is not None:

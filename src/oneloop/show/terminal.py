@@ -113,7 +113,6 @@ class Display:
         self,
         step: int,
         metrics: Mapping[str, float],
-        remarks: Iterable[str] = (),
         named: Iterable[str] = (),
     ) -> None:
         """Show the training metrics of a log step, after :meth:`begin`: loss, rate, and others.
@@ -121,10 +120,8 @@ class Display:
         Args:
             step: the step.
             metrics: all metrics, by name.
-            remarks: lines to show before the metrics.
             named: names of the task's metrics.
         """
-        self.lines(remarks)
         rate = f"{metrics['train/samples_per_second']:,.0f} samples/s"
         parts = [f"loss {metric(metrics['train/loss'])}", rate]
         for name in named:

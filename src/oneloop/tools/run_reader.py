@@ -8,7 +8,7 @@ The memory is bounded.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -128,6 +128,10 @@ class Record:
     # samples trained on and seconds, at the steps of log lines
     along: dict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
 
+    # seconds by phase of the clock (share/… of the time since the line before)
+    spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    time: float = 0.0  # seconds of training at the last log line
+
     # events; many saves are thinned out
     event_lines: list[dict[str, Any]] = field(default_factory=list)
     last: int | None = None  # step of the last line
@@ -145,11 +149,14 @@ class Record:
                 self._thin_events()
             return
         weights = line.get("weights", "")
+        seconds = 0.0  # since the log line before
         if "time" in line:
             for axis in ("samples", "time"):
                 value = number(line.get(axis))
                 if math.isfinite(value):
                     self.along[axis].add(step, value)
+            seconds = max(0.0, self.along["time"].last - self.time)
+            self.time = self.along["time"].last
         for name, value in line.items():
             if "/" not in name:
                 continue
@@ -161,6 +168,8 @@ class Record:
             if weights not in of:
                 of[weights] = Curve()
             of[weights].add(step, value)
+            if name.startswith("share/") and math.isfinite(value):
+                self.spent[name.removeprefix("share/")] += value * seconds
 
     def _thin_events(self) -> None:
         """Drop every second save; if too many events remain, also drop those in the middle."""
@@ -223,6 +232,11 @@ class Record:
         return self.event_lines
 
 
+def entries(value: Any) -> Mapping[str, Any]:
+    """Return the value if it is a mapping; else an empty one, because files may be damaged."""
+    return value if isinstance(value, Mapping) else {}
+
+
 def number(value: Any) -> float:
     """Convert a logged metric to a float; NaN if it is not a number.
 
@@ -274,6 +288,9 @@ def read_record(folder: Path) -> Record:
         environment=content_of(folder / "environment.json"),
         examples=content_of(folder / "examples.json"),
     )
+    # Time before the first start of this folder belongs to a run in another folder.
+    before = number(entries(record.environment.get("starts")).get("before"))
+    record.time = before if math.isfinite(before) else 0.0
     for line in log_lines(folder):
         record.take(line)
     return record

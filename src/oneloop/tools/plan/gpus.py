@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
         """FLOP/s that a run is assumed to reach."""
         from oneloop.measure.flops import PEAKS  # imports torch
 
-        return max(PEAKS[self.name].values()) * _SHARE
+        return max(PEAKS[self.name]) * 1e12 * _SHARE
 
 
 # The links are those of the data sheets: NVLink, or PCIe 4.0 x16.

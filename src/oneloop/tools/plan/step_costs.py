@@ -106,8 +106,7 @@ class StepCosts:
                 run.accelerator,
                 self._parameters,
                 metrics=names,
-                leaf=job.layout.leaf if job.exact else None,
-                leaves=job.layout.accumulate if job.exact else 1,
+                leaves=job.layout.leaves(run.rank) if job.exact else (),
             )
 
         # A guard that reads the window's value on the host cannot be planned.

@@ -18,7 +18,7 @@ _MARKS = {
 }
 _MANY = 12  # curves of a chart, above which it has no legend
 _UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
-_TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
+_TRAINING = ("train/", "speed/", "share/", "memory/")
 _SINGLE = {
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm, before clipping",
@@ -29,7 +29,6 @@ _SINGLE = {
     "train/samples_per_second": "Samples per second",
     "speed/tokens_per_second": "Tokens per second",
     "speed/mfu": "MFU: share of the device's peak FLOP/s (0 to 1)",
-    "device/utilisation": "Share of time the device was busy (NVML)",
     "memory/peak_gib": "Peak memory in GiB (on a GPU its own, else RAM)",
 }
 

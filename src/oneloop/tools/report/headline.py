@@ -1,12 +1,11 @@
 """The results of runs, at the top of the report: cards of one run, a table of several."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from oneloop.measure import goodput
 from oneloop.tools.report.charts import constant
-from oneloop.tools.run_reader import Record, differences, number
+from oneloop.tools.run_reader import Record, differences, entries, number
 
 _KEYS = 8  # differing keys in the table of several runs, at most
 
@@ -64,21 +63,6 @@ def cards(run: Record) -> Iterator[tuple[str, str]]:
     rate = constant(run, "train/lr")
     if rate is not None:
         yield "learning rate", short(rate)
-
-
-def sentences(run: Record) -> Iterator[str]:
-    """Yield the sentences about the run's time and batch size."""
-    for key in ("time", "noise_scale"):
-        text = str(run.summary.get(key, ""))
-        if text and " n/a" not in text:
-            yield text
-    about = goodput.sentence(run.summary)
-    if about:
-        yield about
-    for share in run.curve("profile/exposed_communication")[1][-1:]:
-        yield (
-            f"Communication that nothing overlapped took {100 * share:.1f} % of the profiled steps."
-        )
 
 
 class Ranking(NamedTuple):
@@ -166,11 +150,6 @@ def comparison(ranking: Ranking) -> tuple[list[str], list[list[Any]]]:
 
 def _or_dash(value: float) -> Any:
     return "–" if math.isnan(value) else value
-
-
-def entries(value: Any) -> Mapping[str, Any]:
-    """Return the value if it is a mapping; else an empty one, because files may be damaged."""
-    return value if isinstance(value, Mapping) else {}
 
 
 def short(value: Any) -> str:

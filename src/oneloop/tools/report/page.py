@@ -14,6 +14,7 @@ import html
 import json
 import math
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -27,21 +28,27 @@ from oneloop.basics.files import (
     writing,
     yaml_text,
 )
+from oneloop.tools.report.advice import goodput, sentences
 from oneloop.tools.report.charts import axes, charts, rows
 from oneloop.tools.report.example_pages import sections
 from oneloop.tools.report.headline import (
     Ranking,
     cards,
     comparison,
-    entries,
     headline,
     ranked,
-    sentences,
     short,
     trained,
 )
 from oneloop.tools.report.matrices import matrices_of, of_classes
-from oneloop.tools.run_reader import EVENTS, Record, differences, distinct, read_record
+from oneloop.tools.run_reader import (
+    EVENTS,
+    Record,
+    differences,
+    distinct,
+    entries,
+    read_record,
+)
 
 _TABLE_ROWS = 200
 _DIGEST = 32  # bytes of SHA-256
@@ -53,7 +60,24 @@ def report(folders: Sequence[Path]) -> str:
     Raises:
         BadInput: a folder holds no run.
     """
-    runs = distinct([read_record(folder) for folder in folders])
+    return _page(distinct([read_record(folder) for folder in folders]))
+
+
+def ended(folder: Path) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the page of a run that has just ended, what else its summary gets, and sentences.
+
+    Raises:
+        BadInput: the folder holds no run.
+    """
+    run = read_record(folder)
+    more = {}
+    if "seconds" in run.summary:  # it has not failed
+        more["goodput"] = goodput(run, now=time.time())
+        run.summary |= more
+    return _page([run]), more, [*sentences(run)]
+
+
+def _page(runs: list[Record]) -> str:
     several = len(runs) > 1
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     body = [f"<h1>{_safe(title)}</h1>"]
