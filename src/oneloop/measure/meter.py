@@ -113,14 +113,9 @@ class Meter:
         self._loss = self._sums[:, 0]
         self._figures = self._sums[:, 1:]
         self._norm = torch.zeros((), device=device)
-        self._weight = 0.0
-
-        # Since the clock started; a checkpoint holds no times.
-        self.clock = Clock(device)
-        self._timed_weight = 0.0
-        self._timed_samples = 0
-
         self.own: list[list[float]] = []  # what each rank measured alone, at the last read
+        self.clock = Clock(device)
+        self._begin(0.0)
 
     def before_update(self, measured: bool = True) -> None:
         """Call before an update of the weights; if ``measured``, measure its update ratio."""
@@ -145,7 +140,7 @@ class Meter:
             norm: Global gradient norm before clipping, 0-dim.
             metrics: This rank's weighted sums, shape (names,); with leaves, (leaves, names).
         """
-        self._loss.add_(loss)
+        self._loss.add_(loss.detach())
         if metrics is not None:
             self._figures.add_(metrics)
         self._weight += weight
@@ -207,6 +202,7 @@ class Meter:
     def _begin(self, weight: float) -> None:
         """Set the weight since the last read, and start the clock: a checkpoint holds no times."""
         self._weight = weight
+        # Since the clock started.
         self._timed_weight = 0.0
         self._timed_samples = 0
         self.clock.restart()

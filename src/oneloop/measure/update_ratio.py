@@ -26,7 +26,8 @@ class UpdateRatio:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         parts = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
-        stride = max(1, sum(part.numel() for part in parts) // _SAMPLED)
+        number_of_weights = sum(part.numel() for part in parts)
+        stride = max(1, number_of_weights // _SAMPLED)
 
         # Sample runs of adjacent weights; runs of one width are measured together.
         self._runs: defaultdict[int, list[Tensor]] = defaultdict(list)
@@ -36,10 +37,12 @@ class UpdateRatio:
             size = part.numel()
             if size and part.is_contiguous():
                 width = min(_RUN, size)
-                runs = part.view(-1)[: size // width * width].view(-1, width)[::stride]
-                number = runs.numel()
+                whole = part.view(-1)[: size // width * width]
+                runs = whole.view(-1, width)[::stride]
                 self._runs[width].append(runs)
-                self._counts[width].append(torch.full([number], size / number, device=part.device))
+                number = runs.numel()
+                counts = torch.full([number], size / number, device=part.device)
+                self._counts[width].append(counts)
         self._before: dict[int, Tensor] = {}
 
     def before(self) -> None:
@@ -47,7 +50,10 @@ class UpdateRatio:
         self._before = self._sample()
 
     def _sample(self) -> dict[int, Tensor]:
-        return {width: torch.cat(runs).flatten() for width, runs in self._runs.items()}
+        sample = {}
+        for width, runs in self._runs.items():
+            sample[width] = torch.cat(runs).flatten()
+        return sample
 
     def values(self, like: Tensor) -> Tensor:
         """Return the squared norms of the change since :meth:`before`, and of the weights then.
@@ -59,8 +65,10 @@ class UpdateRatio:
         for width, before in self._before.items():
             wide = torch.promote_types(before.dtype, torch.float32)
             old = before.to(wide)
-            pair = torch.stack([now[width].to(wide) - old, old])
-            total = total + pair.square_().mv(torch.cat(self._counts[width]).to(wide))
+            change = now[width].to(wide) - old
+            squares = torch.stack([change, old]).square_()
+            counts = torch.cat(self._counts[width]).to(wide)
+            total = total + squares.mv(counts)
         self._before = {}
         return total
 
