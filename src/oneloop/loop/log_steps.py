@@ -24,7 +24,6 @@ class LogSteps:
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self._idle = 0.0  # seconds per step without data, before the last log line
         host = os.environ.get(HOST) or socket.gethostname()
         self._stragglers = Stragglers(parts.run.gathered(host))
 
@@ -40,24 +39,25 @@ class LogSteps:
         gradients = parts.gradients
         log = parts.run_log
 
-        # Read the meter (host sync, collective): metrics, and what each rank measured alone. Only a
-        # wait for data that also left the device idle counts.
-        wait = min(parts.steps.data_wait(), self._idle)
-        product = product_seconds(parts.run.device) if parts.run.ranks > 1 else 1.0
+        # Read the meter. Host sync, collective.
         metrics = {
             "train/lr": lr,
-            **state.meter.read([wait, product, float(gradients.seen.others.drew)]),
+            **state.meter.read(),
             "train/epoch": state.count.samples / len(parts.job.train_set),
         }
+
+        # Gather what each rank measures alone. A wait for data counts if it left the device idle.
         step_seconds = metrics.get("speed/step_seconds", 0.0)
-        self._idle = metrics["share/data"] * step_seconds
+        wait = min(parts.steps.data_wait(), metrics["share/data"] * step_seconds)
+        product = product_seconds(parts.run.device) if parts.run.ranks > 1 else 1.0
+        ranks = parts.run.gathered((wait, product, gradients.seen.others.drew))
 
         # What one rank draws, all ranks seed.
-        if any(drew for *_, drew in state.meter.own):
+        if any(drew for *_, drew in ranks):
             gradients.seed_others()
 
         # Report a rank that slows down the others.
-        times = [(wait, product) for wait, product, _ in state.meter.own]
+        times = [(wait, product) for wait, product, _ in ranks]
         slow = self._stragglers.judge(times, step_seconds=step_seconds, now=time.monotonic())
         for why in slow:
             log.write(log.line(event="straggler", why=why))

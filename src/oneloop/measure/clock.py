@@ -70,14 +70,14 @@ class Clock:
 
         These are shares of the time, which sum to 1, the median and interquartile range of the
         seconds per step, and the total ``seconds`` without evaluation and saving."""
-        spent = dict(self._spent)
+        seconds = perf_counter() - self._since
+        spent = dict.fromkeys(PHASES, 0.0) | self._spent
         if self._on_device:  # the host only queues this work
-            spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in _ON_DEVICE))
+            spent |= self._of_device(sum(spent[phase] for phase in _ON_DEVICE))
 
         whole = sum(spent.values()) or 1.0
-        metrics = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
-        seconds = perf_counter() - self._since
-        metrics["seconds"] = seconds - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
+        metrics = {f"share/{phase}": value / whole for phase, value in spent.items()}
+        metrics["seconds"] = seconds - spent["evaluate"] - spent["save"]
         if self._steps:
             steps = self._steps if len(self._steps) > 1 else 2 * self._steps
             low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")

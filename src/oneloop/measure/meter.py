@@ -4,13 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.memory import peak_memory
-from oneloop.basics.wide_sums import wide_dtype, widest
+from oneloop.basics.wide_sums import on_host, wide_dtype
 from oneloop.measure.clock import Clock
 from oneloop.measure.update_ratio import UpdateRatio
 
@@ -56,8 +58,10 @@ class Sums:
         loss = loss.detach()
         self._losses.append(loss)
         if self._names:
+            # Weight the named metrics in the widest dtype of the device.
+            wide = wide_dtype(loss.device)
             missing = loss.new_full((), torch.nan)
-            means = [widest(outputs.get(name, missing).detach()) for name in self._names]
+            means = [outputs.get(name, missing).detach().to(wide) for name in self._names]
             self._rows.append(torch.stack(means) * weight)
 
     @property
@@ -105,15 +109,12 @@ class Meter:
         self._names = tuple(metrics)
         self._update = UpdateRatio(parameters)
 
-        # Sums since the last read: a row for this rank, or for each of its leaves. The first column
-        # is the loss, the others are the named metrics.
+        # Sums since the last read, on the host: a row for this rank, or for each of its leaves. The
+        # first column is the loss, the others are the named metrics.
         self._leaves = [*leaves] or [accelerator.process_index]
-        shape = (len(self._leaves), 1 + len(self._names))
-        self._sums = torch.zeros(shape, dtype=wide_dtype(device), device=device)
-        self._loss = self._sums[:, 0]
-        self._figures = self._sums[:, 1:]
+        self._sums = np.zeros((len(self._leaves), 1 + len(self._names)))
+        self._steps: list[Sequence[Tensor]] = []  # not yet in the sums: their losses and metrics
         self._norm = torch.zeros((), device=device)
-        self.own: list[list[float]] = []  # what each rank measured alone, at the last read
         self.clock = Clock(device)
         self._begin(0.0)
 
@@ -131,48 +132,41 @@ class Meter:
         norm: Tensor,
         metrics: Tensor | None = None,
     ) -> None:
-        """Add one step; no host sync.
+        """Add one step; no host sync, and no device work.
 
         Args:
-            loss: This rank's summed loss, 0-dim; with leaves, shape (leaves,).
+            loss: This rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,).
             weight: Total weight of the global batch.
             samples: Samples of the global batch.
             norm: Global gradient norm before clipping, 0-dim.
             metrics: This rank's weighted sums, shape (names,); with leaves, (leaves, names).
         """
-        self._loss.add_(loss.detach())
-        if metrics is not None:
-            self._figures.add_(metrics)
+        self._steps.append((loss,) if metrics is None else (loss, metrics))
         self._weight += weight
         self._timed_weight += weight
         self._timed_samples += samples
         self._norm = norm
 
-    def read(self, own: Sequence[float] = ()) -> dict[str, float]:
-        """Return the metrics since the last read; one all-gather and one host sync.
+    def read(self) -> dict[str, float]:
+        """Return the metrics since the last read; one collective, and host syncs.
 
         Collective: call on every rank.
-
-        Args:
-            own: What this rank measured alone. The values of all ranks are then in :attr:`own`.
 
         Raises:
             RuntimeError: there was no step since the last read.
         """
         if not self._weight:
             raise RuntimeError("there is nothing to read: call step() before each read()")
-        device = self._norm.device
-        host = self._sums.new_tensor([peak_memory(device), *own])
-        update = self._update.values(self._norm)
-        mine = torch.cat([self._norm[None], update, host, self._sums.flatten()])
-        ranks = self._accelerator.gather(mine[None]).tolist()  # host sync
-        norms, moved, sizes, memory, *more = zip(*ranks, strict=True)
-        self.own = [[*values] for values in zip(*more[: len(own)], strict=True)]
+        self._add_steps()
+        last = on_host(torch.cat([self._norm[None], self._update.values(self._norm)]))
+        gib = peak_memory(self._norm.device) / 2**30
+        mine = np.concatenate([last.numpy(), [gib], self._sums.ravel()])
+        ranks = self._gathered(mine[None], [self._accelerator.process_index])
+        norms, moved, sizes, memory, *columns = zip(*ranks, strict=True)
 
         # Means over the global batches since the last read. Round once, so that a sum does not
         # depend on the order of ranks and leaves.
         metrics = {}
-        columns = more[len(own) :]
         names = ("loss", *self._names)
         for index, name in enumerate(names):
             total = rounded_sum(chain(*columns[index :: len(names)]))
@@ -192,12 +186,31 @@ class Meter:
         if self._flops and self._peak:
             achieved = self._flops * self._timed_samples / seconds
             metrics["speed/mfu"] = achieved / (self._peak * len(ranks))
-        metrics["memory/peak_gib"] = max(memory) / 2**30
+        metrics["memory/peak_gib"] = max(memory)
         metrics |= times
 
-        self._sums.zero_()
+        self._sums[:] = 0.0
         self._begin(0.0)
         return metrics
+
+    def _add_steps(self) -> None:
+        """Add the steps to the sums, one by one. Host sync."""
+        parts = (self._sums[:, :1], self._sums[:, 1:])
+        for part, tensors in zip(parts, zip(*self._steps, strict=True), strict=False):
+            steps = on_host(torch.stack(tensors)).numpy()
+            for values in steps.reshape(-1, *part.shape):
+                part += values
+        self._steps = []
+
+    def _gathered(self, rows: NDArray[np.float64], indices: Sequence[int]) -> list[list[float]]:
+        """Gather rows from all ranks, in the order of their indices. Collective."""
+        ranks = self._accelerator.num_processes
+        slots: Any = np.zeros((ranks * len(rows), rows.shape[1]))
+        slots[indices] = rows
+        if ranks > 1:
+            shared = torch.from_numpy(slots).to(self._accelerator.device)
+            slots = self._accelerator.reduce(shared, "sum")
+        return list(slots.tolist())
 
     def _begin(self, weight: float) -> None:
         """Set the weight since the last read, and start the clock: a checkpoint holds no times."""
@@ -208,27 +221,24 @@ class Meter:
         self.clock.restart()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums since the last read. Collective; one host sync.
+        """Return the sums since the last read. Collective, with host syncs.
 
         There is a row for each rank; with leaves, one for each leaf in the order of the step.
         """
-        number = self._accelerator.num_processes * len(self._leaves)
-        rows = self._sums.new_zeros(number, self._sums.shape[1])
-        rows[self._leaves] = self._sums
-        return {"sums": self._accelerator.reduce(rows, "sum").tolist(), "weight": self._weight}
+        self._add_steps()
+        return {"sums": self._gathered(self._sums, self._leaves), "weight": self._weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the sums, bit-identically on the same number of ranks, and with leaves on any.
 
         On another number of ranks, rank 0 gets the totals. With other metrics, begin at zero."""
-        rows = torch.tensor(state["sums"], dtype=torch.float64)
-        self._sums.zero_()
+        rows = np.array(state["sums"])
+        self._sums[:] = 0.0
         if rows.shape[1:] != self._sums.shape[1:]:
             self._begin(0.0)
             return
         if len(rows) == self._accelerator.num_processes * len(self._leaves):
-            self._sums.copy_(rows[self._leaves])
+            self._sums[:] = rows[self._leaves]
         elif self._accelerator.is_main_process:
-            totals = [rounded_sum(column) for column in rows.T.tolist()]
-            self._sums[0] = self._sums.new_tensor(totals)
+            self._sums[0] = [rounded_sum(column) for column in rows.T]
         self._begin(float(state["weight"]))

@@ -41,12 +41,11 @@ class Profiling:
         say: Callable[[str], object] = print,
     ) -> None:
         self._recordings: list[_Recording] = []
-        if profile:
-            steps = span(profile, "watch.profile")
-            self._recordings.append(_Recording(steps, _trace(folder, device, say)))
-        if memory:
-            steps = span(memory, "watch.memory")
-            self._recordings.append(_Recording(steps, _memory_history(folder, device, say)))
+        asked = (("watch.profile", profile, _trace), ("watch.memory", memory, _memory_history))
+        for key, steps, record in asked:
+            if steps:
+                context = record(folder, device, say)
+                self._recordings.append(_Recording(span(steps, key), context))
 
     def __enter__(self) -> "Profiling":
         return self
