@@ -260,7 +260,7 @@ def _measures_noise(
     parts = layout.ranks
     if layout.grain or not sharded:
         parts *= layout.accumulate
-    independent = recipe.data.shuffle and not isinstance(order, RepeatedOrder)
+    independent = recipe.data.shuffle and not hasattr(order, "copies")
     return recipe.log.noise_scale and parts > 1 and independent and not is_whole_batch(task)
 
 
