@@ -213,8 +213,9 @@ class Meter:
         return list(slots.tolist())
 
     def _begin(self, weight: float) -> None:
-        """Set the weight since the last read, and start the clock: a checkpoint holds no times."""
+        """Set the weight of the sums, and start the clock: a checkpoint holds no times."""
         self._weight = weight
+        self._steps = []
         # Since the clock started.
         self._timed_weight = 0.0
         self._timed_samples = 0

@@ -56,9 +56,8 @@ class Sensor:
         if not passed:
             for unit in units:
                 unit.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
-        self._hooked: list[nn.Parameter] = []  # hooks are before accumulation and DDP's buckets
-        if not units:
-            self._hooked = [one for one in model.parameters() if one.requires_grad]
+        # Without units, hooks see gradients before accumulation and DDP's buckets.
+        self._hooked = [one for one in model.parameters() if one.requires_grad and not units]
         self._scale = 1.0  # of the loss
 
         # Of the measured step.
