@@ -344,9 +344,9 @@ def test_metrics_and_texts_are_checked_with_their_method() -> None:
     with pytest.raises(ValueError, match="or of another metric; rename it"):
         directions(task, generated=True)
     for texts, message in (
-        (["a"], "1 entries of type str for 2 samples"),
-        (["a", 2], "2 entries of type int, str for 2 samples"),
-        (None, "a NoneType"),
+        (["a"], r"it returned \['a'\] for 2 samples"),
+        (["a", 2], r"it returned \['a', 2\] for 2 samples"),
+        (None, "it returned None for 2 samples"),
     ):
         with pytest.raises(ValueError, match=message):
             for_metrics(task, {"index": [0, 1]}, {"texts": texts})
