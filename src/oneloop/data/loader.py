@@ -131,7 +131,8 @@ class Loader:
             )
         else:
             self._rank, ranks = place_of(accelerator)
-            self._device = accelerator.device
+            on_device = accelerator.device_placement
+            self._device = accelerator.device if on_device else torch.device("cpu")
         self.layout = layout_of(batch_size, ranks, micro, grain, accelerator)
         self._order = checked_order(dataset, seed=seed, batch=batch_size, shuffle=shuffle)
         self._workers = workers_of(workers, self._device)

@@ -11,6 +11,7 @@ from typing import Any
 from oneloop.basics.content_hash import content_hash
 from oneloop.basics.differences import Texts, differences, listed, texts
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import scalar_names
 from oneloop.basics.untrusted import damaged
 from oneloop.data.fingerprint import content_of
 from oneloop.job.build import Job
@@ -66,8 +67,11 @@ def inputs_of(job: Job, run: Run) -> Texts:
 def _model_inputs(job: Job) -> Texts:
     """Return the lines that describe the model, or a hash if they are many."""
     lines = job.built.structure.splitlines()
+    scalars = scalar_names(job.model)  # which FSDP2 holds with the shape (1,)
     for name, parameter in job.model.named_parameters():
-        line = f"{bare_name(name)}: {tuple(parameter.shape)} {parameter.dtype}"
+        bare = bare_name(name)
+        shape = () if bare in scalars else tuple(parameter.shape)
+        line = f"{bare}: {shape} {parameter.dtype}"
         lines.append(line if parameter.requires_grad else f"{line}, frozen")
     if sum(map(len, lines)) > _LONG:
         return {"structure of the model": content_hash(lines)}
