@@ -200,10 +200,10 @@ def test_matrices_have_any_shape(tmp_path):
         assert name == "abc"[label] and samples == int(target[:, label].sum())
         assert [float(one) for one in shown] == pytest.approx(list(map(float, theirs)), abs=1e-4)
 
-    # Too few names are an error before the run.
+    # Without as many names, rows and columns are numbered.
     Named.matrices = {"found": (["a", "b"], ["a"])}
-    with pytest.raises(ValueError, match="matrices names 2 rows and 1 columns of 'found', which"):
-        matrices(Named(), computed)
+    numbered = matrices(Named(), computed)["found"]
+    assert numbered["rows"] == ["0", "1", "2"] and numbered["columns"] == ["0", "1", "2", "3"]
 
 
 def test_damaged_matrices():
