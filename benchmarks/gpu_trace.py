@@ -17,11 +17,10 @@ import re
 import tempfile
 from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from oneloop.measure.profiling import covered
 
 FORWARD = "benchmark: forward"  # range in which a loop calls the model and its loss
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -187,7 +186,17 @@ def _idle_share(device: list[dict[str, Any]]) -> float:
         return float("nan")
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in device]
     whole = max(end for _, end in spans) - min(start for start, _ in spans)
-    return 1 - covered(spans) / whole
+    return 1 - _covered(spans) / whole
+
+
+def _covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of these spans."""
+    total = 0.0
+    end = float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def _gaps(device: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

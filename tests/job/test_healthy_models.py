@@ -48,8 +48,9 @@ USUAL = (
     r"\d+ % of the time .*",
     # metrics and results
     r"step \d+(/50|/20)?  .*",
-    r"[ \w/().,]*[┃━╇│─┼].*",
-    r"eval/loss was best at step \d+: .*",
+    r"[\d,]+ samples in .*, [\d,]+ samples/s on average",
+    r"best eval/loss: .* at step \d+",
+    r"final/ holds the last weights, of step \d+(; --save.final best .*)?",
     r"done; results in .*",
     # warnings of torch, each with a line of code
     r".*/torch/.*: UserWarning: .*",

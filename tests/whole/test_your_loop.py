@@ -199,7 +199,9 @@ class Digits:
 def parts(folder: Path, config: str, ranks: int, *, kill: int = 0) -> Any:
     begin = "accelerator = start(" if config == "fsdp2" else "accelerator = Accelerator("
     before = {begin: "STEPS = 60\n"}
-    before["        accelerator.print(f"] = "        lines.append(metrics)\n"
+    before["        accelerator.print(f"] = (
+        "        lines.append({**metrics, 'train/noise_scale': noise.value})\n"
+    )
     before["for group in loader"] = "lines = []\n"
     if kill:
         before[STOP] = killed_at(kill)
