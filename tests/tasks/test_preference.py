@@ -21,6 +21,7 @@ from oneloop.data.order import order_of
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.preference import Preference
+from same_bits import exact_log
 from slow_cases import with_slow
 from worlds import back_to, each_message, run
 
@@ -447,16 +448,9 @@ def test_with_a_grain_all_layouts_are_bit_identical(base, tmp_path):
         given[given.index("float64")] = "float32"
         folder = tmp_path / layout
         trained(folder, given, layout).ok()
-        lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
-        timed = ("time", "train/samples_per", "speed/", "share/", "memory/")
-        kept = []
-        for line in lines:
-            if "event" not in line:
-                kept.append(
-                    {key: value for key, value in line.items() if not key.startswith(timed)}
-                )
+        lines = exact_log(folder / "run")
         weights = load_file(folder / "run" / "final" / "model.safetensors")
-        found[layout] = (bins(folder / "store"), kept, weights)
+        found[layout] = (bins(folder / "store"), lines, weights)
     for layout in ("ddp", "fsdp2"):
         assert found[layout][:2] == found["single"][:2], layout
         for name, value in found["single"][2].items():
