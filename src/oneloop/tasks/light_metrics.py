@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.wide_sums import on_host, widest
 
 
@@ -69,5 +68,8 @@ class RowSums(LightMetric):
 
     def totals(self) -> list[float]:
         """Return the sums of all micro-batches. Host sync."""
+        # It imports torch's sharding and accelerate, which --help and wrong keys do not need.
+        from oneloop.basics.exact_sums import rounded_sum
+
         columns = on_host(torch.stack(self.rows)).T.tolist()
         return [*map(rounded_sum, columns)]

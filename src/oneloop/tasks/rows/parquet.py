@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.content_hash import content_hash
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
@@ -338,6 +337,9 @@ class Parquet:
 
         It has the files' sizes and footers. On a disk, the checksum adds their content.
         """
+        # It imports torch's sharding and accelerate, which --help and wrong keys do not need.
+        from oneloop.basics.content_hash import content_hash
+
         made = {
             "length": len(self),
             "columns": sorted(self.columns),
