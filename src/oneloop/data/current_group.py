@@ -77,7 +77,7 @@ class CurrentGroup:
             )
 
     def reject_inside(self, event: str) -> None:
-        """Raise RuntimeError if the group is not complete, or another one of its accelerator.
+        """Raise RuntimeError if this group, or another of its accelerator, is not complete.
 
         Args:
             event: what happens now.

@@ -55,7 +55,7 @@ class Folder:
         self.say = say
         self._name = name or f"run.dir {path}"
         self.finished: dict[str, Any] = {}  # the summary, if it holds this run, finished
-        self.edited = False  # whether the source of the task was another one
+        self.edited = False  # whether the source of the task has changed
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)

@@ -135,7 +135,7 @@ def _asked(process: int, question: str, *, or_else: Any) -> Any:
     Args:
         process: its id.
         question: name of the method.
-        or_else: result if there is no such process, or if it cannot be examined.
+        or_else: result if the process does not exist, or cannot be examined.
     """
     import psutil  # 20 ms
 

@@ -91,7 +91,7 @@ class FrozenOutputs:
     def __getitem__(self, document: int) -> NDArray[Any]:
         """Return the records of a document, (records of the document,).
 
-        Raise BadInput if there is no folder, and Unavailable if a file is missing or too short.
+        Raise BadInput if the folder is unknown, and Unavailable if a file is missing or too short.
         """
         if not 0 <= document < len(self):
             raise IndexError(document)

@@ -11,7 +11,7 @@ from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 
 SAMPLED = 256  # samples of unknown size that a plan loads to find the largest
-_EQUAL = 4096  # samples of one size that are told apart
+_EQUAL = 4096  # samples of one size that are compared
 
 
 def sizes_of(job: Job, most: int | None = None) -> Any:

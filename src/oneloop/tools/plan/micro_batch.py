@@ -112,7 +112,7 @@ def search(sizes: Sequence[int], seconds: Callable[[int], float], *, fastest: bo
 
 def _try_size(recipe: Recipe, run: Run, largest: Sequence[int], micro: int) -> float:
     """Try a size on all ranks; return the seconds per sample of the slowest; inf: no memory."""
-    # The trial processes connect at a port of their own.
+    # The trial processes connect at a separate port.
     port = run.from_main(get_free_port())
     context = multiprocessing.get_context("spawn")
     result = context.Array("d", 2)  # seconds per sample (0: not yet known), and peak memory

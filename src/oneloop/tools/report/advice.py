@@ -78,7 +78,7 @@ def sentences(run: Record) -> Iterator[str]:
 def diagnosis(spent: Mapping[str, float], environment: Mapping[str, Any]) -> str:
     """Return the largest part of the time that a setting could spare, and what to change.
 
-    If there is no such part, the model's own work fills the time. A change follows after a colon,
+    Without such a part, the model itself fills the time. A change follows after a colon,
     if the run took :data:`_LONG_ENOUGH`.
 
     Args:
