@@ -18,7 +18,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch import processes
 from oneloop.recipe.comparison import only_extends, training_configuration
-from oneloop.recipe.parse import parser, read
+from oneloop.recipe.parse import parser, read, recipe
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows import csv_json_lines
 from oneloop.tasks.rows import text_tables as tables
@@ -483,6 +483,46 @@ def test_a_template_that_writes_the_date_has_a_fixed_day():
         Chat(tokenizer, day="today")
 
 
+TORCH = "torch.optim.lr_scheduler"
+SCHEDULES = {
+    f"{TORCH}.StepLR --schedule.step_size 30": {"step_size": 30, "gamma": 0.1},
+    f"{TORCH}.StepLR --schedule.step_size 30ep --schedule.gamma 1": {
+        "step_size": Duration("30ep"),
+        "gamma": 1.0,
+    },
+    f"{TORCH}.MultiStepLR --schedule.milestones 30ep,5": {
+        "milestones": [Duration("30ep"), 5],
+        "gamma": 0.1,
+    },
+    f"{TORCH}.CosineAnnealingWarmRestarts": {"T_mult": 1, "eta_min": 0.0},
+    "transformers.get_polynomial_decay_schedule_with_warmup --schedule.num_warmup_steps 10%": {
+        "num_warmup_steps": Duration("10%"),
+        "lr_end": 1e-7,
+        "power": 1.0,
+    },
+}
+WRONG_SCHEDULES = {
+    f"{TORCH}.StepLR --schedule.step_size many": "schedule.step_size must be a whole number",
+    f"{TORCH}.StepLR --schedule.gama 1": "'schedule.gama'; did you mean 'schedule.gamma'",
+    f"{TORCH}.StepLR --schedule.last_epoch 1": "unknown key 'schedule.last_epoch'",
+    f"{TORCH}.ReduceLROnPlateau": "needs results of evaluations; use schedule.name plateau",
+    "torch.nn.Linear": "is a class, but not a torch.optim.lr_scheduler.LRScheduler",
+}
+
+
+@pytest.mark.parametrize("words", SCHEDULES)
+def test_a_schedule_of_torch_takes_its_own_arguments(words):
+    made = read(["digits", "--schedule.name", *words.split()])
+    assert made.schedule.options == SCHEDULES[words]
+    assert recipe(made) == made  # what is left out stays left out
+
+
+@pytest.mark.parametrize("words", WRONG_SCHEDULES)
+def test_a_schedule_that_cannot_be_used_is_one_message(words):
+    with pytest.raises(BadInput, match=WRONG_SCHEDULES[words]):
+        read(["digits", "--schedule.name", *words.split()])
+
+
 TINY = ["--task", "tiny.Ragged"]
 
 
@@ -493,6 +533,9 @@ TINY = ["--task", "tiny.Ragged"]
         ("--schedule.name step --schedule.every 10", True),
         ("--schedule.name step --schedule.every 30%", False),
         ("--schedule.name step --schedule.milestones [10]", True),
+        (f"--schedule.name {TORCH}.StepLR --schedule.step_size 10", True),
+        (f"--schedule.name {TORCH}.MultiStepLR --schedule.milestones [30%]", False),
+        (f"--schedule.name {TORCH}.OneCycleLR", False),
         ("--schedule.name cosine", False),
         ("--schedule.name cosine --schedule.length 20", True),
         ("--schedule.name cosine --schedule.length 50%", False),

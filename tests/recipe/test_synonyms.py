@@ -13,7 +13,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import arguments
 from oneloop.recipe.expected import OPTIONS
 from oneloop.recipe.key_parser import common_parser, parser
-from oneloop.recipe.parse import check_keys, read
+from oneloop.recipe.parse import check_keys, read, recipe
 from oneloop.recipe.synonyms import suggestion
 from oneloop.recipe.training_keys import TaskConfig
 
@@ -125,10 +125,27 @@ REJECTED = {
     "--optimizer.beta 3": "unknown key 'optimizer.beta'; did you mean 'optimizer.betas'?",
     "--optimizer sgd --optimizer.betas [1,2]": "unknown key 'optimizer.betas'",
     "--batch.size many": "batch.size must be a whole number",
-    "--sync_ref_model true": "is the model before the first step, and never follows it",
+    "--sync_ref_model true": ": The reference is the model before the first step",
     "--task.precompute_ref_log_probs true": "the reference once, before its first step",
     "--bf16 true": "oneloop launch --config_file ddp --mixed_precision bf16 RECIPE",
 }
+
+
+def test_a_key_that_is_gone_says_what_to_do_instead(tmp_path):
+    key, sentence = "schedule.pct_start", "It is an argument of torch's class; set schedule.name "
+    (tmp_path / "old.yaml").write_text("task: digits\nschedule: {name: cosine, pct_start: 0.3}\n")
+    in_python = {"task": "image_classification", "schedule": {"name": "cosine", "pct_start": 0.3}}
+    for wrong in (
+        lambda: check_keys(["digits", "--schedule", "cosine", f"--{key}", "0.3"]),
+        lambda: check_keys([str(tmp_path / "old.yaml"), "--task", "image_classification"]),
+        lambda: recipe(**in_python),
+    ):
+        with pytest.raises(BadInput) as rejected:
+            wrong()
+        assert str(rejected.value).startswith(f"unknown key {key!r}: {sentence}")
+        assert "--help" not in str(rejected.value)
+
+
 AT_ONCE = """
 import sys
 from oneloop.cli import main

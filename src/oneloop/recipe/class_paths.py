@@ -140,8 +140,10 @@ def _split(group: str, name: str) -> tuple[str, str]:
     # A short name, or a module and a name in it.
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
-        from oneloop.recipe.synonyms import suggestion
+        from oneloop.recipe.synonyms import instead, suggestion
 
+        if sentence := instead(f"{group}.{name}"):
+            raise BadInput(f"{group}.name {name!r} is unknown: {sentence}")
         raise BadInput(
             f"{group}.name {name!r} is unknown; use {', '.join(known)}, or give the path of your "
             f"own (my_file.py:Name or module.Name){suggestion(name, known)}"

@@ -24,7 +24,20 @@ _OTHER_KEYS = ("ema.device", "task.store")
 _DATA = "task.data"
 PATH = "path of the data"
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
-_ENDLESS = ("constant", "plateau", "step", "exponential")  # schedules without an end
+# last parts of the names of schedules without an end
+_ENDLESS = (
+    "constant",
+    "plateau",
+    "step",
+    "exponential",
+    "StepLR",
+    "MultiStepLR",
+    "ExponentialLR",
+    "ConstantLR",
+    "LinearLR",
+    "CosineAnnealingWarmRestarts",
+    "CyclicLR",
+)
 
 
 def is_training_key(key: str) -> bool:
@@ -63,7 +76,8 @@ def only_extends(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
     The new one must be longer, and schedule and EMA must not depend on it.
     """
-    has_end = now["schedule.name"] not in _ENDLESS and now.get("schedule.length") == "None"
+    endless = now["schedule.name"].rpartition(".")[2] in _ENDLESS
+    has_end = not endless and now.get("schedule.length") == "None"
     groups = ("schedule.", "ema.")
     shares = [key for key, text in now.items() if key.startswith(groups) and "%" in text]
     old = Duration(before["duration"])

@@ -11,7 +11,8 @@ from typing import Any
 EXPECTED = {
     "task": "a class with the members of oneloop.task_protocol.protocol.Task",
     "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
-    "schedule": "a function (step, total) -> factor",
+    "schedule": "a function (step, total) -> factor, a class of torch.optim.lr_scheduler, or a "
+    "function (optimizer, …) that returns one",
 }
 # options of the packaged optimizers and schedules, known without importing them
 OPTIONS = {
@@ -55,10 +56,8 @@ def _unlike_task(chosen: Any) -> str:
 
 def _unlike_optimizer(chosen: Any) -> str:
     if isinstance(chosen, type):
-        # compare names, since this package does not import torch
-        for parent in chosen.__mro__:
-            if f"{parent.__module__}.{parent.__name__}" == "torch.optim.optimizer.Optimizer":
-                return ""
+        if is_subclass(chosen, "torch.optim.optimizer.Optimizer"):
+            return ""
         return "is a class, but not a torch.optim.Optimizer"
     takes = _parameters(chosen)
     if takes is None:
@@ -69,13 +68,26 @@ def _unlike_optimizer(chosen: Any) -> str:
 
 
 def _unlike_schedule(chosen: Any) -> str:
+    if isinstance(chosen, type):
+        if is_subclass(chosen, "torch.optim.lr_scheduler.ReduceLROnPlateau"):
+            return "needs results of evaluations; use schedule.name plateau"
+        if is_subclass(chosen, "torch.optim.lr_scheduler.LRScheduler"):
+            return ""
+        return "is a class, but not a torch.optim.lr_scheduler.LRScheduler"
     takes = _parameters(chosen)
     if takes is None:
-        return f"is a {type(chosen).__name__}, not a function"
+        return f"is a {type(chosen).__name__}, neither a class nor a function"
+    if "optimizer" in takes:
+        return ""
     positional = [one for one in takes.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
     if sum(one.default is one.empty for one in positional) == 2:
         return ""
     return f"is a function of ({', '.join(takes)}), and not of two arguments"
+
+
+def is_subclass(kind: type, parent: str) -> bool:
+    """Return whether a class has a parent of this name; this package does not import torch."""
+    return any(f"{one.__module__}.{one.__name__}" == parent for one in kind.__mro__)
 
 
 def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:

@@ -3,11 +3,12 @@
 They include the arguments of the chosen task, optimizer and schedule.
 """
 
-from argparse import Action
+from argparse import SUPPRESS, Action
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -37,7 +38,7 @@ _NOT_OPTIONS: dict[str, set[str | int]] = {
         "differentiable",
         "decoupled_weight_decay",
     },
-    "schedule": {"step", "total", "final", "reductions"},
+    "schedule": {"step", "total", "final", "reductions", "optimizer", "last_epoch"},
 }
 
 
@@ -158,6 +159,9 @@ def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) ->
         raise BadInput(
             f"{group}.name {chosen!r}: rename the argument {taken.pop()!r}, a key of oneloop"
         )
+    if group == "schedule" and "optimizer" in parameters:
+        _add_torch_schedule(section, target)
+        return
     if isinstance(target, type):
         add = section.add_class_arguments
     else:
@@ -171,6 +175,33 @@ def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) ->
     required = {f"{group}.{one.name}" for one in untyped}
     for action in made._actions:
         action.required = action.required or action.dest in required
+
+
+def _add_torch_schedule(section: Any, target: Any) -> None:
+    """Add the arguments of a schedule of torch, none of which is required: the run completes them.
+
+    Those that count steps also take durations.
+    """
+    # Let jsonargparse find their types and descriptions.
+    found = ArgumentParser()
+    add = found.add_class_arguments if isinstance(target, type) else found.add_function_arguments
+    add(target, "schedule", skip=_NOT_OPTIONS["schedule"], as_group=False, fail_untyped=False)
+    arguments = {f"schedule.{name}": one for name, one in signature(target).parameters.items()}
+
+    for action in found._actions:
+        argument = arguments.get(action.dest)
+        if argument is None:  # an option for help
+            continue
+        kind = getattr(action, "_typehint", action.type)
+        required = argument.default is argument.empty
+        if kind in (list[int], Iterable[int], Sequence[int]):
+            kind = list[int | Duration]
+        elif kind is int or int in get_args(kind):
+            kind = kind | Duration
+        elif required and argument.annotation is argument.empty:
+            kind = int | Duration
+        default = SUPPRESS if required else argument.default
+        section.add_argument(f"--{action.dest}", type=kind, default=default, help=action.help)
 
 
 _with_options_once = cache(_with_options)

@@ -277,7 +277,7 @@ def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
             from oneloop.recipe.synonyms import suggestion
 
             near = suggestion(key, known)
-            if "launcher" in near:  # its --help does not list the key
+            if near.startswith(":") or "launcher" in near:  # --help does not list the key
                 raise BadInput(f"unknown key {key!r}{near}")
             raise BadInput(f"unknown key {key!r}{near} (--help lists all)")
 
