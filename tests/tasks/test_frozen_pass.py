@@ -392,7 +392,7 @@ def test_samples_without_a_store_raise_in_every_loader():
 
 def checked_and_planned(words: list[str]) -> tuple[int, list[str], str]:
     from oneloop.tools.check.check_data import check_data
-    from oneloop.tools.plan.command import Asked
+    from oneloop.tools.plan.asked import Asked
     from oneloop.tools.plan.planned import planned
 
     sys.path.insert(0, "")

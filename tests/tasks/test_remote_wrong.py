@@ -22,7 +22,7 @@ from oneloop.tasks.rows.remote import footers
 from oneloop.tasks.rows.remote import store as stores
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import _try, parsed
-from oneloop.tasks.rows.remote.store import open_store
+from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote_checks import sampled
 from remote_data import Files, counted_s3
 from stores import KEYS
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.data_sets",
     "oneloop.tasks.rows.remote.footers",
     "oneloop.tasks.rows.remote.remote_file",
+    "oneloop.tasks.rows.remote.open_store",
     "oneloop.tasks.rows.remote.store",
     "oneloop.tasks.rows.remote.web",
     "oneloop.tasks.rows.rewrite",

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.after_training.command",
     "oneloop.tools.after_training.evaluate_and_predict",
     "oneloop.tools.after_training.data_sets",
+    "oneloop.tools.after_training.options",
     "oneloop.tools.after_training.prediction",
     "oneloop.tools.after_training.trained_model",
 )

@@ -20,8 +20,8 @@ from oneloop.launch.config_files import config_files
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
+from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.changes import grid
-from oneloop.tools.plan.command import Asked
 from oneloop.tools.plan.description import Plan
 from oneloop.tools.plan.gpus import GPUS
 from oneloop.tools.plan.planned import planned
@@ -33,6 +33,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.run_keys",
     "oneloop.tasks.language.models",
     "oneloop.tools.plan.changes",
+    "oneloop.tools.plan.asked",
     "oneloop.tools.plan.command",
     "oneloop.tools.plan.description",
     "oneloop.tools.plan.fake_mode",

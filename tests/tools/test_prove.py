@@ -27,6 +27,7 @@ from zoo import Plain
 pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
     "oneloop.tools.prove.command",
+    "oneloop.tools.prove.start",
     "oneloop.tools.prove.prove",
     "oneloop.tools.prove.recorded_run",
 )

@@ -116,6 +116,71 @@ def test_a_wrong_import_is_found(tmp_path, file, line):
     assert len(wrong_ways(tmp_path / "oneloop")) == 1
 
 
+def imported_files(file: Path, package: Path) -> set[Path]:
+    """Return the files of a package that one of them imports.
+
+    Imports within functions count, and those for type checkers, too: all of them say that a reader
+    of one file needs the other.
+    """
+    imported = set()
+    for name in imports(file):
+        if name.split(".")[0] != package.name:
+            continue
+        # ``from oneloop.data.order import Order`` imports a name of a module.
+        place = package.parent.joinpath(*name.split("."))
+        if not (place.is_dir() or place.with_suffix(".py").is_file()):
+            place = place.parent
+        imported.add(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+    return imported - {file}
+
+
+def circles(package: Path) -> list[set[str]]:
+    """Return the groups of files of which each imports all others, directly or by others."""
+    direct = {file: imported_files(file, package) for file in files(package)}
+    reached = {}
+    for file in direct:
+        reached[file] = set[Path]()
+        left = [file]
+        while left:
+            new = direct[left.pop()] - reached[file]
+            reached[file] |= new
+            left += new
+    groups = []
+    for file in direct:
+        group = {str(other.relative_to(package)) for other in direct if file in reached[other]}
+        group &= {str(other.relative_to(package)) for other in reached[file]}
+        if group and group not in groups:
+            groups.append(group)
+    return groups
+
+
+def test_no_files_import_one_another():
+    assert circles(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from oneloop.data.positions import taken",
+        "def late():\n    from oneloop.data import positions",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import oneloop.data.positions",
+    ],
+)
+def test_a_circle_is_found(tmp_path, line):
+    (tmp_path / "oneloop" / "data").mkdir(parents=True)
+    sources = {
+        "order": line,
+        "positions": "from oneloop.data.batches import Batch",
+        "batches": "from oneloop.data.order import Order",
+        "reader": "from oneloop.data.order import Order",
+    }
+    for name, source in sources.items():
+        (tmp_path / "oneloop" / "data" / f"{name}.py").write_text(source)
+    assert circles(tmp_path / "oneloop") == [
+        {"data/order.py", "data/positions.py", "data/batches.py"}
+    ]
+
+
 def crowded(package: Path) -> list[str]:
     """Return the files that import from too many modules of oneloop, also within functions."""
     found = []

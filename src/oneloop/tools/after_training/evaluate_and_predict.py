@@ -28,10 +28,10 @@ from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
 from oneloop.machine.torch_settings import float32_products
 from oneloop.run.before_run import before_run
-from oneloop.tools.after_training.command import check_file as check_file
-from oneloop.tools.after_training.command import parsed
 from oneloop.tools.after_training.data_sets import generation_of, sets_of
 from oneloop.tools.after_training.initial_model import initial_model
+from oneloop.tools.after_training.options import check_file as check_file
+from oneloop.tools.after_training.options import parsed
 from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.tools.after_training.recorded_task import recipe_of
 from oneloop.tools.after_training.trained_model import Trained, trained

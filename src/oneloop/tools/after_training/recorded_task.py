@@ -14,7 +14,7 @@ from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import data_inputs
 from oneloop.task_protocol.protocol import Task
-from oneloop.tools.after_training.command import recipe_file
+from oneloop.tools.after_training.options import recipe_file
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:

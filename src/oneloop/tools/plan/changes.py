@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from oneloop.tools.plan.command import Asked
+from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import NotPlanned, Plan
 from oneloop.tools.plan.gpus import Gpu
 from oneloop.tools.plan.planned import planned

@@ -2,13 +2,13 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.launch.command import hide_warnings_of_torch
 from oneloop.launch.config_files import read_config
+from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.gpus import ANY, GPUS, Gpu
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
@@ -19,36 +19,6 @@ change that makes it fit.
 Runs the real step of training on tensors without memory, on a CPU. The exit code is 1 if the run \
 does not fit, and 3 if this is not known, because something cannot be counted exactly.
 """
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What to plan."""
-
-    training: tuple[str, ...]  # recipe and keys
-    config_file: str
-    processes: int
-    nodes: int = 1
-    mixed_precision: str | None = None  # None: that of the config file
-    capability: tuple[int, int] = ANY  # compute capability of the GPU, whose kernels are planned
-
-    def options(self) -> list[str]:
-        """Return the options of accelerate's launcher."""
-        options = ["--config_file", self.config_file]
-        if self.mixed_precision is not None:
-            options += ["--mixed_precision", self.mixed_precision]
-        return options
-
-    def words(self) -> list[str]:
-        """Return the words that follow ``oneloop plan``."""
-        return [
-            *self.training,
-            *self.options(),
-            "--processes",
-            str(self.processes),
-            "--nodes",
-            str(self.nodes),
-        ]
 
 
 def plan(words: Sequence[str]) -> int:

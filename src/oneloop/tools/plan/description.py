@@ -8,7 +8,7 @@ from typing import Any
 from oneloop.checkpoint.resume import RunState
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
-from oneloop.tools.plan.command import Asked
+from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.gpus import GIB
 from oneloop.tools.plan.ledger import Costs, PeakMemory
 from oneloop.tools.plan.step_costs import StepCosts

@@ -34,7 +34,7 @@ from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.tools.plan.command import Asked
+from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.tools.plan.largest_samples import SAMPLED, may_be_larger
 from oneloop.tools.plan.step_costs import StepCosts

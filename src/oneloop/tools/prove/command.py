@@ -1,16 +1,13 @@
 """The options of ``oneloop prove``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.launch.config_files import read_config
-
-Start = Callable[[Sequence[str], int], int]
-"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
-exit code"""
+from oneloop.tools.prove.start import Start, start_run
 
 
-def prove(words: Sequence[str], *, start: Start | None = None) -> int:
+def prove(words: Sequence[str], *, start: Start = start_run) -> int:
     """Compare a parallel layout with one process by training the same few steps, in a temporary
     folder.
 

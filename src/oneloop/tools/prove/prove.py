@@ -17,16 +17,13 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.launch.command import launch, launch_options
+from oneloop.launch.command import launch_options
 from oneloop.launch.config_files import config_file
 from oneloop.recipe.parse import read
 from oneloop.tools.compare.first_difference import FirstDifference, parting
-from oneloop.tools.prove.command import Start
+from oneloop.tools.prove.start import SECONDS, Start, start_run
 from oneloop.tools.worth.techniques import as_arguments
-
-_SECONDS = 1800.0  # time limit of one run
 
 # Keys of every run.
 _KEYS = {
@@ -80,7 +77,7 @@ class _Differs(RuntimeError):
     """A run ended because its own comparisons found a difference."""
 
 
-def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
+def prove(own: Namespace, training: Sequence[str], *, start: Start = start_run) -> int:
     """Compare a parallel layout with one process, and print the verdict. Raise BadInput.
 
     Args:
@@ -92,7 +89,7 @@ def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None
         The exit code: 0 (the same) or 1 (different, failed).
     """
     with TemporaryDirectory(prefix="oneloop-") as scratch:
-        proof = _Proof(training, own, Path(scratch), start or _launch)
+        proof = _Proof(training, own, Path(scratch), start)
         result = {"verdict": "", **proof.about, **proof.result()}
     print(dumps(result) if own.json else printable("\n".join(_lines(result))))
     return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
@@ -254,7 +251,7 @@ class _Proof:
                 words = [*options, *self.training, *as_arguments(keys)]
                 code = self.start(words, stream.fileno())
         except TimeoutError:
-            raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
+            raise _Failed(f"the {name} run did not end within {SECONDS:.0f} s") from None
 
         text = output.read_text(encoding="utf-8", errors="replace").strip()
         summary = folder / "summary.json"
@@ -389,12 +386,3 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"{verdict}: {layout} trains like one process ({numbers})"
     for note in result["notes"]:
         yield f"note: {note}"
-
-
-def _launch(arguments: Sequence[str], output: int) -> int:
-    try:
-        return launch(
-            arguments, module="oneloop.tools.prove.recorded_run", seconds=_SECONDS, output=output
-        )
-    finally:  # launch() replaced the signal handlers
-        on_stops(lambda *_: sys.exit(STOPPED))

@@ -9,9 +9,9 @@ from oneloop.basics.seeds import own_generators
 from oneloop.tasks.rows.find_files import KINDS, Found, chosen, split_of
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
+from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
-from oneloop.tasks.rows.remote.store import open_store
 from oneloop.tasks.rows.remote.web import listed, with_owner
 
 _CONVERTED = "refs/convert/parquet"  # branch with the hub's own conversion

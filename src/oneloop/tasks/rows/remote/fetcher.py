@@ -29,8 +29,9 @@ from oneloop.basics.system.signals import on_stops
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
 from oneloop.tasks.rows.remote.footers import Footer, footers
 from oneloop.tasks.rows.remote.handshake import prove
+from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
-from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore, open_store
+from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore
 
 # Requests at the same time. S3 sends 60 to 90 MB/s on a connection, so 16 fill 1 GB/s. At a
 # latency of 50 ms, 50 MB must be under way for that: 16 requests of 3 MB or more.

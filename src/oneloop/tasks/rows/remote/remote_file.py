@@ -7,8 +7,9 @@ from typing import Any
 
 from oneloop.tasks.rows.parquet_files import memory_bound
 from oneloop.tasks.rows.remote.footers import Footer
+from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
-from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore, open_store
+from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore
 
 
 class RemoteFile:

@@ -5,11 +5,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from oneloop.basics.bucket import StoreChangedError, StoreError
-from oneloop.basics.exit_codes import BadInput
-from oneloop.tasks.rows.remote.addresses import Address, address_of, is_safe
+from oneloop.tasks.rows.remote.addresses import Address, is_safe
 
 TIMEOUTS = (5, 15)  # seconds to connect, and to wait for an answer
 CONNECTIONS = 32  # at the same time; more than a fetcher has threads
@@ -105,27 +103,6 @@ class RemoteStore(ABC):
     @abstractmethod
     def _range(self, item: RemoteObject, start: int, end: int) -> bytes:
         """Try once to read a range."""
-
-
-def open_store(address: str) -> RemoteStore:
-    """Open the store of an address; no request is made yet.
-
-    Raises:
-        ValueError: the address is invalid.
-        BadInput: a package is missing.
-    """
-    given = address_of(address)
-    package = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}.get(given.scheme, "urllib3")
-    for name in (package, "pyarrow", "urllib3"):
-        if find_spec(name) is None:
-            raise BadInput(f"{address} needs {name}: pip install 'oneloop[text,buckets]'")
-    if given.scheme in ("s3", "gs"):
-        from oneloop.tasks.rows.remote.buckets import GsStore, S3Store
-
-        return S3Store(given) if given.scheme == "s3" else GsStore(given)
-    from oneloop.tasks.rows.remote.web import HttpsStore, HubStore
-
-    return HubStore(given) if given.scheme == "hf" else HttpsStore(given)
 
 
 def changed(where: str) -> StoreChangedError:
