@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
-import warnings
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -17,7 +15,6 @@ from oneloop.loop.counters import Best, Counters
 from oneloop.optim import schedule
 from oneloop.optim.optimizers import adamw, muon, set_lr, sgd
 from oneloop.optim.schedule import learning_rate
-from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.learning_rate",
@@ -96,14 +93,20 @@ def close(ours: list[float], theirs: list[float]) -> bool:
 def of_torch(make, steps: int = 100, peak: float = 2.0, optimizer=None) -> list[float]:
     """Return the rates of a scheduler of torch or transformers at each step."""
     optimizer = optimizer or torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    return [lr for lr, _ in of_loop(make, optimizer, steps)]
+
+
+def of_loop(make, optimizer, steps: int) -> list[tuple[float, float]]:
+    """Return rate and momentum of each step of a plain loop of torch."""
     scheduler = make(optimizer)
     found = []
-    for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+    for step in range(steps):
+        group = optimizer.param_groups[0]
+        momentum = group["betas"][0] if "betas" in group else group["momentum"]
+        found.append((group["lr"], momentum))
         optimizer.step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # onecycle warns of a step after its end
-            scheduler.step() if len(found) < steps else None
+        if step < steps - 1:
+            scheduler.step()
     return found
 
 
@@ -113,52 +116,108 @@ def ours(factor, total=100, **how) -> list[float]:
     return [rate(step) for step in range(total)]
 
 
-def test_step_and_exponential_are_those_of_torch():
-    options = {"every": Duration(30), "factor": 0.5}
-    theirs = of_torch(lambda o: lr_scheduler.StepLR(o, 30, gamma=0.5))
-    assert close(ours(schedule.step, options=options), theirs)
-    options = {"milestones": (Duration(20), Duration("50")), "factor": 0.3}
-    theirs = of_torch(lambda o: lr_scheduler.MultiStepLR(o, [20, 50], gamma=0.3))
-    assert close(ours(schedule.step, options=options), theirs)
-    options = {"every": Duration(1), "factor": 0.97}
-    theirs = of_torch(lambda o: lr_scheduler.ExponentialLR(o, 0.97))
-    assert close(ours(schedule.exponential, options=options), theirs)
-
-
-def test_an_interval_of_epochs_does_not_drift():
-    # An epoch has 10.4 steps; the fifth one ends after 52 steps, not 55.
-    options = {"every": Duration("1ep"), "factor": 0.1}
-    rates = ours(schedule.step, scale=Scale(batch=10, epoch=104), options=options)
-    assert rates[51] == pytest.approx(2e-4) and rates[52] == pytest.approx(2e-5)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"anneal_strategy": "linear", "pct_start": 0.25},
-        {"three_phase": True},
+TORCH = {
+    "OneCycleLR": (lr_scheduler.OneCycleLR, {}, {"max_lr": 2.0, "total_steps": 200}),
+    "three phases": (
+        lr_scheduler.OneCycleLR,
         {"three_phase": True, "anneal_strategy": "linear", "div_factor": 10.0, "pct_start": 0.4},
-        {"pct_start": 0.0, "final_div_factor": 100.0},
-        {"pct_start": 1.0},
-    ],
-)
+        {"max_lr": 2.0, "total_steps": 200},
+    ),
+    "CyclicLR": (
+        lr_scheduler.CyclicLR,
+        {"base_lr": 0.1, "step_size_up": Duration("2ep")},
+        {"base_lr": 0.1, "max_lr": 2.0, "step_size_up": 20},
+    ),
+    "StepLR": (lr_scheduler.StepLR, {"step_size": Duration("3ep")}, {"step_size": 30}),
+    "MultiStepLR": (
+        lr_scheduler.MultiStepLR,
+        {"milestones": [Duration("2ep"), Duration("50%")], "gamma": 0.3},
+        {"milestones": [20, 100], "gamma": 0.3},
+    ),
+    "ExponentialLR": (lr_scheduler.ExponentialLR, {"gamma": 0.97}, {"gamma": 0.97}),
+    "CosineAnnealingLR": (lr_scheduler.CosineAnnealingLR, {"eta_min": 0.1}, {"T_max": 200}),
+    "CosineAnnealingWarmRestarts": (
+        lr_scheduler.CosineAnnealingWarmRestarts,
+        {"T_0": Duration("2ep"), "T_mult": 2},
+        {"T_0": 20, "T_mult": 2},
+    ),
+    "PolynomialLR": (lr_scheduler.PolynomialLR, {"total_iters": 5}, {"total_iters": 200}),
+    "polynomial": (
+        "get_polynomial_decay_schedule_with_warmup",
+        {"num_warmup_steps": Duration("5%"), "power": 2.0},
+        {"num_warmup_steps": 10, "num_training_steps": 200, "power": 2.0},
+    ),
+    "wsd": (
+        "get_wsd_schedule",
+        {"num_warmup_steps": 10, "num_decay_steps": 20, "num_stable_steps": 100},
+        {"num_warmup_steps": 10, "num_decay_steps": 20, "num_stable_steps": 100},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_onecycle_is_that_of_torch_with_its_momentum(kind, options):
+def test_schedulers_of_torch_have_its_bits(name, kind):
+    """Rate and momentum of 200 steps, of a run and after a resume, a rewind and a skipped step."""
+    factor, options, theirs = TORCH[name]
+    if isinstance(factor, str):
+        factor = getattr(transformers, factor)
+    theirs = options | theirs
     momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
-    theirs = kind([nn.Parameter(torch.zeros(1))], lr=0.1, **momentum)
-    scheduler = lr_scheduler.OneCycleLR(theirs, max_lr=2.0, total_steps=100, **options)
-    rate = learning_rate(schedule.onecycle, 2.0, scale=SCALE, total=100, options=options)
-    for step in range(100):
-        group = theirs.param_groups[0]
-        assert rate(step) == pytest.approx(group["lr"], abs=1e-12)
-        now = group["betas"][0] if "betas" in group else group["momentum"]
-        assert rate.momentum(step) == pytest.approx(now, rel=1e-12)
-        theirs.step()
-        if step < 99:
-            scheduler.step()
-    if options.get("pct_start") != 1.0:  # which ends at the peak
-        assert rate(100) == rate(5000) == pytest.approx(rate(99))
+    optimizer = kind([nn.Parameter(torch.zeros(1))], lr=2.0, **momentum)
+    reference = of_loop(lambda o: factor(o, **theirs), optimizer, 200)
+
+    def rate():
+        return learning_rate(factor, 2.0, options=options, scale=SCALE, total=200)
+
+    def at(rate, step):
+        return rate(step), rate.momentum(step) or 0.9
+
+    alone = rate()
+    assert [at(alone, step) for step in range(200)] == reference
+    resumed = rate()
+    assert [at(resumed, step) for step in range(90, 200)] == reference[90:]
+    assert [at(resumed, step) for step in (60, 61, 61, 62, 0)] == [
+        reference[step] for step in (60, 61, 61, 62, 0)
+    ]
+    cycles = factor in (lr_scheduler.OneCycleLR, lr_scheduler.CyclicLR)
+    assert alone.scheduled == (("lr", "momentum", "betas") if cycles else ("lr",))
+
+
+def test_groups_keep_their_factors_under_a_scheduler_of_torch():
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr_factor": f} for f in (1.0, 0.1)]
+    optimizer = sgd(groups, lr=2.0)
+    rate = learning_rate(lr_scheduler.OneCycleLR, 2.0, scale=SCALE, total=100)
+    set_lr(optimizer, rate(20), rate.momentum(20))
+    assert [group["lr"] for group in optimizer.param_groups] == [rate(20), 0.1 * rate(20)]
+    assert {group["momentum"] for group in optimizer.param_groups} == {rate.momentum(20)}
+
+
+def test_a_warm_up_stands_before_a_scheduler_of_torch():
+    rates = ours(lr_scheduler.CosineAnnealingLR, warmup=Duration(10))
+    assert rates[:10] == ours(schedule.constant, warmup=Duration(10))[:10]
+    assert rates[10:] == of_torch(lambda o: lr_scheduler.CosineAnnealingLR(o, 90), 90)
+
+
+def test_a_scheduler_of_torch_keeps_its_last_rate():
+    rate = learning_rate(lr_scheduler.OneCycleLR, 2.0, length=Duration(50), scale=SCALE, total=100)
+    last = of_torch(lambda o: lr_scheduler.OneCycleLR(o, 2.0, 50), 50)[-1]
+    assert rate(49) == rate(50) == rate(99) == rate(5000) == last
+    rates = ours(lr_scheduler.CosineAnnealingLR, length=Duration(50))
+    assert set(rates[50:]) == {0.0}
+
+
+def test_durations_of_a_scheduler_are_rounded_up_with_a_note():
+    # An epoch has 10.4 steps.
+    rate = learning_rate(
+        lr_scheduler.MultiStepLR,
+        2.0,
+        options={"milestones": [Duration("1ep"), Duration("5ep")]},
+        scale=Scale(batch=10, epoch=104),
+        total=100,
+    )
+    assert rate(10) == 2.0 and rate(11) == pytest.approx(0.2)
+    assert rate.notes == ["schedule.milestones 1ep is 10.4 steps, rounded up to 11"]
 
 
 def test_warm_ups_of_transformers_and_nanogpt():
@@ -211,39 +270,38 @@ def test_a_schedule_that_is_longer_than_the_run_is_cut():
     ("factor", "how", "words"),
     [
         (
-            schedule.step,
-            {"options": {"factor": 0.0, "every": Duration(3)}},
-            "schedule.factor must be above 0",
-        ),
-        (schedule.step, {}, "needs schedule.every"),
-        (
-            schedule.step,
-            {"options": {"every": Duration(3), "milestones": (Duration(3),)}},
-            "set one of them",
+            lr_scheduler.StepLR,
+            {},
+            "StepLR cannot be used: missing a required argument: 'step_size'",
         ),
         (
-            schedule.step,
-            {"options": {"every": Duration(1), "factor": 1e300}},
-            "rate of step 99 would be inf",
+            lr_scheduler.StepLR,
+            {"options": {"step_size": 3, "size": 3}},
+            "got an unexpected keyword argument 'size'; its arguments are keys",
         ),
+        (lr_scheduler.CyclicLR, {}, "missing a required argument: 'base_lr'"),
         (
-            schedule.onecycle,
-            {"options": {"cycle_momentum": False, "base_momentum": 0.5}},
-            "no effect with schedule.cycle_momentum false",
-        ),
-        (schedule.onecycle, {"warmup": Duration(3)}, "schedule.warmup 3 has no effect"),
-        (schedule.step, {"options": {"every": Duration(0)}}, "schedule.every must be above 0"),
-        (
-            schedule.onecycle,
+            lr_scheduler.OneCycleLR,
             {"options": {"pct_start": 1.5}},
-            "pct_start must be from 0 to 1 with schedule.three_phase false",
+            "OneCycleLR cannot be used: Expected float between 0 and 1 pct_start, but got 1.5",
         ),
         (
-            schedule.onecycle,
-            {"options": {"pct_start": 0.6, "three_phase": True}},
-            "from 0 to 0.5 with schedule.three_phase true",
+            lr_scheduler.OneCycleLR,
+            {"options": {"max_lr": [0.1, 0.2]}},
+            r"schedule.max_lr \[0.1, 0.2\] is a list for parameter groups; give one number",
         ),
-        (schedule.onecycle, {"options": {"max_momentum": 1.0}}, "base_momentum <="),
+        (
+            lr_scheduler.OneCycleLR,
+            {"warmup": Duration(3)},
+            "schedule.warmup 3 has no effect with OneCycleLR, which begins at 0.08",
+        ),
+        (
+            transformers.get_linear_schedule_with_warmup,
+            {"warmup": Duration(3), "options": {"num_warmup_steps": 5}},
+            "schedule.warmup 3 has no effect",
+        ),
+        (lr_scheduler.StepLR, {"final": 0.1}, "schedule.final 0.1 has no effect"),
+        (lr_scheduler.ReduceLROnPlateau, {}, "use schedule.name plateau"),
         (schedule.linear, {"length": Duration(0)}, "schedule.length 0 must be at least one step"),
         (schedule.cosine, {"length": Duration(5), "warmup": Duration(6)}, "schedule.length 5 has"),
         (lambda step, total: 1.0, {"final": 0.1}, "schedule.final 0.1 has no effect"),
@@ -276,7 +334,7 @@ def test_every_update_reads_the_momentum_of_its_step():
         optimizer = make([{"params": list(own.parameters()), "weight_decay": 0.0}], lr=0.1)
         theirs = theirs_of(reference.parameters())
         scheduler = lr_scheduler.OneCycleLR(theirs, max_lr=0.1, total_steps=30)
-        rate = learning_rate(schedule.onecycle, 0.1, scale=SCALE, total=30)
+        rate = learning_rate(lr_scheduler.OneCycleLR, 0.1, scale=SCALE, total=30)
         for step in range(30):
             gradients(own.parameters(), step)
             gradients(reference.parameters(), step)
@@ -295,88 +353,3 @@ def test_muon_and_its_adamw_follow_the_momentum():
     set_lr(optimizer, 0.2, 0.7)
     for group in optimizer.param_groups:
         assert (group["momentum"], group["betas"], group["lr"]) == (0.7, (0.7, 0.95), 0.2)
-
-
-ONECYCLE = [
-    "r.yaml",
-    *("--batch.size", "8", "--duration", "12", "--log.every", "1", "--track", "none"),
-    *("--optimizer.lr", "0.05", "--machine.workers", "0", "--eval.every", "0"),
-    *("--schedule.name", "onecycle", "--optimizer.clip", "0"),
-]
-
-
-def rates_and_weights(folder, name):
-    from safetensors.torch import load_file
-
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["train/lr"] for line in lines if "train/lr" in line]
-    return rates, load_file(folder / name / "final/model.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "fsdp2")])
-def test_a_run_with_onecycle_is_the_same_through_a_resume(tmp_path, ranks, config):
-    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    layout = {"ranks": ranks, "config": config, "folder": tmp_path}
-    run(train, [*ONECYCLE, "--run.dir", "a"], **layout).ok()
-    run(
-        train, [*ONECYCLE, "--run.dir", "b", "--save.every", "5", "--save.keep", "9"], **layout
-    ).ok()
-    for late in ("final", "summary.json", "checkpoints/step-00000010", "checkpoints/step-00000012"):
-        path = tmp_path / "b" / late
-        path.unlink() if path.is_file() else shutil.rmtree(path)
-    again = run(train, [*ONECYCLE, "--run.dir", "b", "--save.every", "5"], **layout)
-    again.ok()
-    assert "resuming from" in again.output and "step-00000005" in again.output
-
-    # The rates are torch's, and the weights do not depend on the resume.
-    rates, weights = rates_and_weights(tmp_path, "a")
-    rates_again, weights_again = rates_and_weights(tmp_path, "b")
-    theirs = of_torch(
-        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=12),
-        12,
-        optimizer=torch.optim.AdamW([nn.Parameter(torch.zeros(1))]),
-    )
-    assert close(rates, theirs) and close(rates_again, theirs)
-    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
-
-
-KEYWORDS = """
-import torch
-
-def kw(params, lr, **others):
-    return torch.optim.Adam(params, lr=lr, **others)
-
-def none(params, lr, betas: tuple[float, float] | None = None):
-    return torch.optim.Adam(params, lr=lr)
-"""
-
-
-def test_onecycle_takes_an_optimizer_whose_arguments_are_not_known(tmp_path):
-    (tmp_path / "kw.py").write_text(KEYWORDS)
-    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    words = [*ONECYCLE, "--optimizer.name", "kw.py:kw", "--run.dir", "a"]
-    run(train, [*words, "--optimizer.betas", "[0.95,0.99]"], folder=tmp_path).ok()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--optimizer.name", "adafactor"], "adafactor has none"),
-        (["--optimizer.name", "sgd", "--optimizer.momentum", "0"], "sgd has none"),
-        (["--optimizer.name", "torch.optim.SGD"], "torch.optim.SGD has none"),
-        (
-            ["--optimizer.name", "torch.optim.SGD", "--optimizer.momentum", "0.5"],
-            "optimizer.momentum 0.5 has no effect with schedule.name onecycle",
-        ),
-        (["--optimizer.name", "kw.py:none"], "kw.py:none has none"),
-        (["--optimizer.betas", "[0.8,0.99]"], "has no effect with schedule.name onecycle"),
-        (["--schedule.warmup", "3"], "schedule.warmup 3 has no effect"),
-    ],
-)
-def test_onecycle_rejects_what_it_would_ignore(tmp_path, words, message):
-    (tmp_path / "kw.py").write_text(KEYWORDS)
-    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    world = run(train, [*ONECYCLE, *words, "--run.dir", "a"], folder=tmp_path)
-    assert world.codes == [2] and message in world.output
-    assert not (tmp_path / "a").exists()

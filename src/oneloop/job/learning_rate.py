@@ -1,8 +1,5 @@
 """The learning rate of a recipe: its peak, scaled by the batch size, and its schedule."""
 
-import inspect
-from typing import Any
-
 from oneloop.basics.duration import Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.optim.schedule import MOMENTUM_KEYS, LearningRate, learning_rate
@@ -32,39 +29,17 @@ def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
         scale=scale,
         total=total,
     )
-    if rate.cycles_momentum:
-        _reject_other_momentum(recipe.optimizer, rate)
-    return rate
 
-
-def _reject_other_momentum(optimizer: OptimizerConfig, rate: LearningRate) -> None:
-    """Raise BadInput if a schedule cannot change the momentum, or if the recipe sets it, too."""
-    advice = "or set --schedule.cycle_momentum false"
-    given: dict[str, Any] = {}
-    for key in MOMENTUM_KEYS:
-        if optimizer.options.get(key):
-            given[key] = optimizer.options[key]
-    if not given:
+    # A momentum of 0 stands for none.
+    optimizer = recipe.optimizer
+    has_momentum = any(optimizer.options.get(key) for key in MOMENTUM_KEYS)
+    if set(MOMENTUM_KEYS) & set(rate.scheduled) and not has_momentum:
         raise BadInput(
-            "schedule.name onecycle changes the optimizer's momentum, and optimizer.name "
+            f"schedule.name {schedule.name} changes the optimizer's momentum, and optimizer.name "
             f"{optimizer.name} has none (no momentum above 0, no betas); set one, choose another "
-            f"optimizer, {advice}"
+            "optimizer, or set --schedule.cycle_momentum false"
         )
-
-    # The schedule replaces what the recipe sets.
-    begins = rate.momentum(0)
-    arguments = inspect.signature(resolve("optimizer", optimizer.name)).parameters
-    for key, value in given.items():
-        usual = arguments[key].default if key in arguments else None
-        first = value
-        if key == "betas":
-            first = value[0]
-            usual = usual[0] if isinstance(usual, list | tuple) else None
-        if first not in (usual, begins):
-            raise BadInput(
-                f"optimizer.{key} {value} has no effect with schedule.name onecycle, which sets "
-                f"the momentum, at first to {begins}; set that value, {advice}"
-            )
+    return rate
 
 
 def peak(optimizer: OptimizerConfig, batch: int) -> float:

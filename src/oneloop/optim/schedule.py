@@ -2,7 +2,7 @@
 
 A schedule is a function ``(step, total) -> factor`` of the peak rate; both count from the end of
 the warm-up. It may also take ``final`` (the factor at the end) and typed options; durations are
-passed as whole steps.
+passed as whole steps. Or it is a scheduler of torch or transformers, which takes an optimizer.
 
 >>> rate = learning_rate(cosine, 3e-4, warmup=Duration("10%"), scale=Scale(batch, epoch), total=100)
 >>> for step in range(100):
@@ -13,9 +13,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from oneloop.basics.duration import Duration, Scale
 
@@ -73,154 +72,49 @@ def plateau(
     return factor**reductions
 
 
-def step(
-    step: int,
-    total: int,
-    *,
-    every: Duration | None = None,
-    milestones: tuple[Duration, ...] = (),
-    factor: float = 0.1,
-) -> float:
-    """Multiply the rate by ``factor`` at regular intervals, or at milestones.
-
-    (As torch's StepLR and MultiStepLR.)
-
-    Args:
-        step: steps since the warm-up.
-        total: steps of the run after the warm-up.
-        every: duration between two reductions (30ep, 30%).
-        milestones: durations after the warm-up until each reduction, instead of every (30ep, 60ep).
-        factor: factor of the rate at each reduction.
-    """
-    _require("factor", factor, above=0.0)
-    if (every is None) == (not milestones):
-        raise ValueError(
-            "schedule.name step needs schedule.every (30ep) or schedule.milestones ([30ep,60ep]), "
-            f"got {every} and {list(milestones)}; set one of them"
-        )
-    if milestones:
-        reductions = sum(step >= _steps(milestone) for milestone in milestones)
-    else:
-        _require("every", _steps(every), above=0)
-        reductions = int(step // _steps(every))
-    return float(factor**reductions)
-
-
-def exponential(
-    step: int, total: int, *, every: Duration = Duration("1ep"), factor: float = 0.95
-) -> float:
-    """Decrease exponentially, by ``factor`` in each interval.
-
-    (As torch's ExponentialLR, but continuously; for one reduction per interval see :func:`step`.)
-
-    Args:
-        step: steps since the warm-up.
-        total: steps of the run after the warm-up.
-        every: duration in which the rate is multiplied by factor.
-        factor: factor of the rate in that duration.
-    """
-    _require("factor", factor, above=0.0)
-    _require("every", _steps(every), above=0)
-    return float(factor ** float(step / _steps(every)))
-
-
 MOMENTUM_KEYS = ("momentum", "betas")  # options of optimizers
-_MOMENTA = (0.85, 0.95)  # of torch's OneCycleLR, at the peak and at the ends
 
 
-def onecycle(
-    step: int,
-    total: int,
-    *,
-    pct_start: float = 0.3,
-    anneal_strategy: Literal["cos", "linear"] = "cos",
-    three_phase: bool = False,
-    div_factor: float = 25.0,
-    final_div_factor: float = 1e4,
-    cycle_momentum: bool = True,
-    base_momentum: float = _MOMENTA[0],
-    max_momentum: float = _MOMENTA[1],
-) -> float:
-    """Increase to the peak, then decrease far below the start, while the momentum does the reverse.
+class Scheduler:
+    """A scheduler of torch or transformers, stepped on an optimizer without tensors.
 
-    (Smith & Topin 2018, as torch's OneCycleLR.)
+    What it sets is a function of the step, although such a scheduler counts: to go back, a new one
+    is stepped from 0. A resume does that, too, so its rates are bit-identical.
 
     Args:
-        step: steps since the start.
-        total: steps of the cycle.
-        pct_start: share of the cycle in which the rate increases.
-        anneal_strategy: form of both parts, half a cosine or a line.
-        three_phase: return to the first rate in as many steps as the increase took, and then
-            decrease.
-        div_factor: peak divided by the first rate.
-        final_div_factor: first rate divided by the last one.
-        cycle_momentum: change the momentum (Adam's first beta), too.
-        base_momentum: momentum at the peak.
-        max_momentum: momentum at the start and at the end.
+        make: builds the scheduler of an optimizer.
+        lr: learning rate of the optimizer.
     """
-    _require("div_factor", div_factor, above=0.0)
-    _require("final_div_factor", final_div_factor, above=0.0)
-    most = 0.5 if three_phase else 1.0  # the second of three phases is as long as the first
-    if not 0.0 <= pct_start <= most:
-        raise ValueError(
-            f"schedule.pct_start must be from 0 to {most:g} with schedule.three_phase "
-            f"{str(three_phase).lower()}, got {pct_start}"
-        )
-    if not 0.0 <= base_momentum <= max_momentum < 1.0:
-        raise ValueError(
-            "onecycle requires 0 <= schedule.base_momentum <= schedule.max_momentum < 1, got "
-            f"{base_momentum} and {max_momentum}"
-        )
-    if not cycle_momentum and (base_momentum, max_momentum) != _MOMENTA:
-        raise ValueError(
-            f"schedule.base_momentum {base_momentum} and schedule.max_momentum {max_momentum} have "
-            "no effect with schedule.cycle_momentum false; remove them"
-        )
-    first = 1.0 / div_factor
-    last = first / final_div_factor
-    values = (first, 1.0, first, last) if three_phase else (first, 1.0, last)
-    return _annealed(step, _ends(total, pct_start, len(values)), values, anneal_strategy)
 
+    def __init__(self, make: Callable[[Any], Any], lr: float) -> None:
+        self._make = make
+        self._lr = lr
+        self._restart()
 
-def _ends(total: int, pct_start: float, values: int) -> list[float]:
-    """Return the step at which each value of a cycle is reached, as torch's OneCycleLR."""
-    peak = pct_start * total - 1.0
-    last = total - 1.0
-    if values == 3:
-        return [0.0, peak, last]
-    return [0.0, peak, 2.0 * peak, last]
+    def _restart(self) -> None:
+        from torch.optim import SGD  # a recipe is read without torch
 
+        optimizer = SGD([{"params": []}], lr=self._lr, momentum=0.9)
+        self._scheduler = self._make(optimizer)
+        optimizer.step()  # torch warns if the scheduler's first step comes before it
+        self._group = optimizer.param_groups[0]
+        self._step = 0
+        self.cycles_momentum = getattr(self._scheduler, "cycle_momentum", False)
 
-def _annealed(step: int, ends: Sequence[float], values: Sequence[float], form: str) -> float:
-    """Return the value at a step.
+    def at(self, step: int) -> Mapping[str, Any]:
+        """Return the optimizer's parameter group at a step; about 10 us for the next one.
 
-    Args:
-        step: from 0.
-        ends: steps at which the values are reached.
-        values: one for each end.
-        form: of the ways between them: cos (half a cosine) or linear.
-    """
-    for (start, end), (before, after) in zip(pairwise(ends), pairwise(values), strict=True):
-        if step > end:
-            continue
-        share = (step - start) / (end - start) if end > start else 1.0
-        if form == "linear":
-            return before + (after - before) * share
-        return after + (before - after) / 2.0 * (1.0 + math.cos(math.pi * share))
-    return values[-1]
-
-
-def _steps(interval: Any) -> Fraction:
-    """Return an interval in steps. Outside a run, a Duration must be in steps."""
-    if isinstance(interval, Duration):
-        interval = interval.exact_steps(Scale(batch=1, epoch=1))
-    return Fraction(interval)
-
-
-def _require(name: str, value: Any, *, above: float) -> None:
-    """Raise ValueError if an option of a schedule is too small."""
-    if not above < value < math.inf:
-        raise ValueError(f"schedule.{name} must be above {above:g} and finite, got {value}")
+        OneCycleLR, which has no step after its last one, stays there.
+        """
+        end = getattr(self._scheduler, "total_steps", None)
+        if end is not None:
+            step = min(step, end - 1)
+        if step < self._step:
+            self._restart()
+        for _ in range(self._step, step):
+            self._scheduler.step()
+        self._step = step
+        return self._group
 
 
 @dataclass(frozen=True)
@@ -230,20 +124,19 @@ class LearningRate:
     peak: float
     warmup: int  # steps
     total: int  # steps of the schedule, with the warm-up
-    factor: Callable[..., float]  # the schedule
-    options: Mapping[str, Any]  # of the schedule
+    factor: Callable[..., float] | Scheduler  # the schedule
+    options: Mapping[str, Any]  # of a function
     warmup_start: float | None = None  # factor at the first step of the warm-up
     warmup_offset: int = 0  # steps that are added to the divisor of the warm-up
+    notes: Sequence[str] = ()  # sentences for the user
 
     def __call__(self, step: int, *, reductions: int = 0) -> float:
         if step < self.warmup:
             return self.peak * self._warming_up(step)
-        after = max(1, self.total - self.warmup)
-        since = min(step - self.warmup, after)  # the schedule may end before the run
-        if self.follows_evaluation:
-            factor = self.factor(since, after, **self.options, reductions=reductions)
-        else:
-            factor = self.factor(since, after, **self.options)
+        if isinstance(self.factor, Scheduler):
+            return float(self.factor.at(self._since(step))["lr"])
+        counted = {"reductions": reductions} if self.factor is plateau else {}
+        factor = self.factor(self._since(step), self._length, **self.options, **counted)
         return self.peak * factor
 
     def _warming_up(self, step: int) -> float:
@@ -252,41 +145,35 @@ class LearningRate:
             return (step + 1) / (self.warmup + self.warmup_offset)
         return self.warmup_start + (1.0 - self.warmup_start) * step / self.warmup
 
+    @property
+    def _length(self) -> int:
+        """Steps of the schedule after the warm-up."""
+        return max(1, self.total - self.warmup)
+
+    def _since(self, step: int) -> int:
+        """Return the step of the schedule, which starts after the warm-up and may end early."""
+        return min(max(0, step - self.warmup), self._length)
+
     def momentum(self, step: int) -> float | None:
         """Return the momentum of the update from ``step``; None: the optimizer's own."""
-        if not self.cycles_momentum:
+        if not isinstance(self.factor, Scheduler) or not self.factor.cycles_momentum:
             return None
-        high = self.options["max_momentum"]
-        low = self.options["base_momentum"]
-        values = [high, low, high]
-        if self.options["three_phase"]:
-            values = [high, low, high, high]
-        at = _ends(self.total, self.options["pct_start"], len(values))
-        return _annealed(step, at, values, self.options["anneal_strategy"])
+        return float(self.factor.at(self._since(step))["momentum"])
 
     @property
     def scheduled(self) -> tuple[str, ...]:
         """Return the names of the entries of parameter groups that it sets."""
-        return ("lr", *MOMENTUM_KEYS) if self.cycles_momentum else ("lr",)
-
-    @property
-    def cycles_momentum(self) -> bool:
-        """Whether the momentum changes with the rate."""
-        return self.factor is onecycle and bool(self.options["cycle_momentum"])
-
-    @property
-    def follows_evaluation(self) -> bool:
-        """Whether the rate depends on the results of evaluations."""
-        return self.factor is plateau
+        cycles_momentum = getattr(self.factor, "cycles_momentum", False)
+        return ("lr", *MOMENTUM_KEYS) if cycles_momentum else ("lr",)
 
     @property
     def patience(self) -> int:
         """Evaluations without improvement before the rate is reduced (0: never)."""
-        return int(self.options["patience"]) if self.follows_evaluation else 0
+        return int(self.options["patience"]) if self.factor is plateau else 0
 
 
 def learning_rate(
-    factor: Callable[..., float],
+    factor: Callable[..., Any],
     peak: float,
     *,
     warmup: Duration = Duration(0),
@@ -301,7 +188,7 @@ def learning_rate(
     """Build the learning rate of a run, with all durations in steps.
 
     Args:
-        factor: the schedule.
+        factor: the schedule: a function, or a scheduler of torch or transformers.
         peak: the largest rate.
         warmup: duration of the linear increase to the peak. At step n of w, the factor is
             (n + 1) / w; or, as below, between warmup_start and 1.
@@ -323,49 +210,116 @@ def learning_rate(
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if end < 1:
         raise ValueError(f"schedule.length {length} must be at least one step")
-    if steps and factor is onecycle:
-        raise ValueError(
-            f"schedule.warmup {warmup} has no effect with schedule.name onecycle, which has "
-            "schedule.pct_start; remove it"
-        )
     if steps > end:
         raise ValueError(
             f"schedule.warmup {warmup} is {steps} steps, and {whole} has {end}; shorten it"
         )
+    arguments: dict[str, Any] = _final(factor, final) | dict(options or {})
 
-    # Complete the options, and convert the durations among them.
-    arguments = inspect.signature(factor).parameters
-    given: dict[str, Any] = {}
-    for name, parameter in arguments.items():
-        optional = parameter.default is not parameter.empty
-        if optional and name not in ("final", "reductions"):
-            given[name] = parameter.default
-    given |= options or {}
-    for name, value in given.items():
-        key = f"schedule.{name}"
-        if isinstance(value, Duration) and factor in (step, exponential):
-            # Whole steps would add up: an epoch may have 28.1 steps.
-            given[name] = value.exact_steps(scale, total=total, key=key)
-        elif isinstance(value, Duration):
-            given[name] = value.steps(scale, total=total, key=key)
-            if given[name] > end - steps:
+    # A scheduler begins at the peak, or has a warm-up of its own.
+    if is_scheduler(factor):
+        notes: list[str] = []
+        for name, value in arguments.items():
+            arguments[name] = _whole_steps(f"schedule.{name}", value, scale, total, notes)
+        scheduler = _scheduler(factor, arguments, peak, max(1, end - steps))
+        first = scheduler.at(0)["lr"]
+        if steps and first != peak:
+            raise ValueError(
+                f"schedule.warmup {warmup} has no effect with {factor.__name__}, which begins at "
+                f"{first:g} and has a warm-up of its own; remove schedule.warmup"
+            )
+        return LearningRate(peak, steps, end, scheduler, {}, warmup_start, warmup_offset, notes)
+
+    # Complete the options of a function, and convert the durations among them.
+    for name, parameter in inspect.signature(factor).parameters.items():
+        if parameter.default is not parameter.empty and name != "reductions":
+            arguments.setdefault(name, parameter.default)
+        value = arguments.get(name)
+        if isinstance(value, Duration):
+            key = f"schedule.{name}"
+            arguments[name] = value.steps(scale, total=total, key=key)
+            if arguments[name] > end - steps:
                 raise ValueError(
-                    f"{key} {value} is {given[name]} steps, and {whole} has {end - steps} "
+                    f"{key} {value} is {arguments[name]} steps, and {whole} has {end - steps} "
                     f"after a warm-up of {steps}; shorten one of them"
                 )
-        elif name == "milestones" and factor is step:
-            exact = [Duration(one).exact_steps(scale, total=total, key=key) for one in value]
-            given[name] = tuple(exact)
-    given |= _final(factor, final)
 
     # Try it at both ends: a function may be anybody's.
-    rate = LearningRate(peak, steps, end, factor, given, warmup_start, warmup_offset)
+    rate = LearningRate(peak, steps, end, factor, arguments, warmup_start, warmup_offset)
     _check(rate, steps)
     _check(rate, total - 1)
     return rate
 
 
-def _final(factor: Callable[..., float], final: float) -> dict[str, float]:
+def is_scheduler(schedule: Callable[..., Any]) -> bool:
+    """Return whether a schedule is a scheduler of torch, or a function that returns one."""
+    return next(iter(inspect.signature(schedule).parameters), "") == "optimizer"
+
+
+def _whole_steps(key: str, value: Any, scale: Scale, total: int, notes: list[str]) -> Any:
+    """Return an option, or a list, with durations in whole steps; note each one rounded up."""
+    if isinstance(value, list | tuple):
+        return [_whole_steps(key, item, scale, total, notes) for item in value]
+    if not isinstance(value, Duration):
+        return value
+    exact = value.exact_steps(scale, total=total, key=key)
+    steps = math.ceil(exact)
+    if steps != exact:
+        notes.append(f"{key} {value} is {float(exact):.6g} steps, rounded up to {steps}")
+    return steps
+
+
+def _scheduler(
+    kind: Callable[..., Any], options: Mapping[str, Any], peak: float, total: int
+) -> Scheduler:
+    """Build a scheduler. Arguments for the peak and for the end may be left out.
+
+    Args:
+        kind: class of the scheduler, or function that returns one.
+        options: arguments of the recipe, in steps.
+        peak: the largest rate.
+        total: steps after the warm-up.
+
+    Raises:
+        ValueError: the scheduler rejects its arguments, or it cannot be used in a run.
+    """
+    name = kind.__name__
+    if name == "ReduceLROnPlateau":
+        raise ValueError(
+            "schedule.name ReduceLROnPlateau needs the results of evaluations; use schedule.name "
+            "plateau, with schedule.factor and schedule.patience"
+        )
+
+    # The run has a peak and an end, unless the options give the end in another form.
+    run = {"max_lr": peak, "T_max": total}
+    if options.get("epochs") is None:
+        run["total_steps"] = total
+    if options.get("num_stable_steps") is None:
+        run["num_training_steps"] = total
+    if name == "PolynomialLR":
+        run["total_iters"] = total
+    signature = inspect.signature(kind)
+    parameters = signature.parameters
+    arguments = {key: value for key, value in run.items() if key in parameters}
+    for key, value in options.items():
+        if key in parameters and value == parameters[key].default:
+            continue  # left out; the recipe was completed
+        if key.startswith(("base_", "max_")) and isinstance(value, list):
+            raise ValueError(
+                f"schedule.{key} {value} is a list for parameter groups; give one number, and the "
+                "lr_factor of each group in optimizer.groups"
+            )
+        arguments[key] = value
+    try:
+        signature.bind(None, **arguments)
+        return Scheduler(partial(kind, **arguments), peak)
+    except Exception as error:
+        raise ValueError(
+            f"schedule.name {name} cannot be used: {error}; its arguments are keys (schedule.NAME)"
+        ) from error
+
+
+def _final(factor: Callable[..., float], final: float) -> dict[str, Any]:
     """Return the argument final, if a schedule takes it; raise ValueError if it has no effect."""
     if "final" in inspect.signature(factor).parameters:
         return {"final": final}

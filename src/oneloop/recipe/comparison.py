@@ -28,8 +28,6 @@ _NAMES = tuple(f"{group}.name" for group in CHOICES)
 _ENDLESS = (
     "constant",
     "plateau",
-    "step",
-    "exponential",
     "StepLR",
     "MultiStepLR",
     "ExponentialLR",

@@ -28,18 +28,6 @@ OPTIONS = {
         "cosine": (),
         "wsd": ("decay",),
         "plateau": ("factor", "patience"),
-        "step": ("every", "milestones", "factor"),
-        "exponential": ("every", "factor"),
-        "onecycle": (
-            "pct_start",
-            "anneal_strategy",
-            "three_phase",
-            "div_factor",
-            "final_div_factor",
-            "cycle_momentum",
-            "base_momentum",
-            "max_momentum",
-        ),
     },
 }
 

@@ -4,6 +4,7 @@ import json
 import re
 import types
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal, Union, get_args, get_origin
 
 from oneloop.basics.duration import Duration
@@ -20,17 +21,18 @@ _PLAIN: dict[Any, str] = {
     Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the "
     "run (10%), never negative",
 }
+_NO_WARMUP = "schedule.name!=*.OneCycleLR|*.CyclicLR|*_with_warmup"  # these have their own
 NEEDS = {
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
-    "schedule.final": "schedule.name!=constant|step|exponential|onecycle|plateau",
-    "schedule.length": "schedule.name!=constant|step|exponential|plateau",
+    "schedule.final": "schedule.name!=constant|plateau|torch.*|transformers.*",
+    "schedule.length": "schedule.name!=constant|plateau",
     "ema.ramp": "ema.half_life!=0",
     "ema.start": "ema.decay!=0",
     "ema.warmup_power": "ema.decay!=0",
     "ema.warmup_gamma": "ema.warmup_power!=0",
-    "schedule.warmup": "schedule.name!=onecycle",
-    "schedule.warmup_start": "schedule.name!=onecycle schedule.warmup!=0",
-    "schedule.warmup_offset": "schedule.name!=onecycle schedule.warmup!=0",
+    "schedule.warmup": _NO_WARMUP,
+    "schedule.warmup_start": f"{_NO_WARMUP} schedule.warmup!=0",
+    "schedule.warmup_offset": f"{_NO_WARMUP} schedule.warmup!=0",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
     "stop.patience": "eval.every!=0",
@@ -39,7 +41,7 @@ NEEDS = {
     "machine.compile_mode": "machine.compile!=none",
 }
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
-it"""
+it, in which * stands for any text"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 
 
@@ -122,7 +124,8 @@ def without_effect(
             if str(values[key]) == str(defaults[key]):  # a default may be a Duration
                 continue
             shown_value = _text(values[other])
-            has_effect = (shown_value in allowed.split("|")) != bool(unlike)
+            fits = any(fnmatchcase(shown_value, value) for value in allowed.split("|"))
+            has_effect = fits != bool(unlike)
             if has_effect:
                 continue
             if key in typed or other not in typed:

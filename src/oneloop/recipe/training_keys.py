@@ -149,9 +149,9 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     name: str = "constant"
-    """constant, linear, cosine, wsd, step, exponential, onecycle, plateau, the class path of a
-    schedule of torch (torch.optim.lr_scheduler.StepLR) or a function (optimizer, …) that returns
-    one, or the path of a function (step, total) -> factor of the peak rate"""
+    """constant, linear, cosine, wsd, plateau, the class path of a scheduler of torch
+    (torch.optim.lr_scheduler.OneCycleLR) or transformers, or the path of a function
+    (step, total) -> factor of the peak rate"""
     warmup: Duration = Duration(0)
     """duration of the linear warm-up (5%, 1ep, 100, '10K samples')"""
     warmup_start: float | None = None
