@@ -244,7 +244,6 @@ def _without_waits(place: Place, recipe: Any, says: str, **groups: Any) -> Resul
         steps=240,
         log={"every": 1000},
         ema={"half_life": 500},
-        machine={"gc_every": 0},
         **groups,
     )
     assert Halting.calls >= Halting.last

@@ -10,7 +10,7 @@ same turn, with the 95 % interval of that median. The work of the fiftieth step 
 after a step and with cold caches; so is how much longer the next step takes, in which TensorBoard's
 thread writes the line. A redraw of the bars, once per second in a separate thread, is timed and
 added as if nothing overlapped it. Python's garbage is not collected, as in
-train.py between two times of machine.gc_every. glibc is set to keep freed memory: otherwise it
+train.py between two of its collections. glibc is set to keep freed memory: otherwise it
 returns and requests memory in phases that small allocations shift, by more than the measured
 effect.
 """

@@ -384,10 +384,6 @@ SLOW_WRONG = [
         ["--task.lora.rank", "4", "--init.from", "ADAPTER"],
         "have another scale (lora_alpha 8, expected 32)",
     ),
-    (
-        ["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"],
-        "nothing is in 4 bits; see task.lora.quantize",
-    ),
 ]
 
 
@@ -448,26 +444,6 @@ def test_wrong_inputs_are_reported(request, words, expected_text):
     assert code == 2, output
     assert expected_text in output and "Traceback" not in output, output
     assert not folder.exists()
-
-
-@pytest.mark.slow
-def test_a_storage_that_does_not_shard_is_rejected_under_fsdp2(base, tmp_path):
-    words = [
-        "--task.model",
-        str(base),
-        "--task.lora.rank",
-        "4",
-        "--task.lora.quantize",
-        "nf4",
-        "--duration",
-        "2",
-    ]
-    world = of_words(tmp_path, *words, "--machine.quant_storage", "uint8", config="fsdp2", ranks=2)
-    assert (
-        world.codes == [2, 2]
-        and "FSDP2 would not shard it; set float32 or remove it" in world.output
-    )
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -507,8 +507,8 @@ COUNTED = {
     "blocks": "Linear",
 }
 """keys of machine.* that change a number of the plan, with a value that does"""
-OF_FSDP2 = {"sync_each_batch": "true", "in_turn": "true"}
-"""those that do so on several processes only, the first one only under FSDP2"""
+OF_FSDP2 = {"sync_each_batch": "true"}
+"""those that do so on several processes only, under FSDP2"""
 BOUNDS = {"compile": "regional", "offload": "true", "recompute": "budget:0.5"}
 """those that are replaced, with a line about it"""
 ONE_LAYOUT = {"base_dtype", "channels_last", "find_unused_parameters"}

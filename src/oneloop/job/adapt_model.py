@@ -59,12 +59,10 @@ def set_up_parameters(
 
     # Store frozen parameters in fewer bytes.
     machine = recipe.machine
-    if frozen or machine.base_dtype or machine.quant_storage != "auto":
+    if frozen or machine.base_dtype:
         from oneloop.machine.frozen_dtype import hold_frozen
 
-        notes += hold_frozen(
-            model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage
-        )
+        notes += hold_frozen(model, machine.base_dtype, sharded=sharded)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         location = "saved once, in base/"

@@ -34,14 +34,15 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _LOG = 50  # steps between log lines with log.every auto, at most
 _LINES = 40  # log lines of a shorter run, at least
+_GARBAGE = 1000  # steps between Python's garbage collections, the same on all processes
 _GROWTH = 3  # length of an early interval with one repeat, in multiples of its first log line
 
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals in steps of log, eval and save.
+    """Intervals in steps of log, eval, save and collect (garbage).
 
-    Those of check (replicas) and collect (garbage) are there only if they are enabled.
+    That of check (replicas) is there only if it is enabled.
     """
 
     every: Mapping[str, int]
@@ -343,6 +344,7 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
         "log": max(1, between),
         "eval": steps(recipe.eval.every, "eval.every"),
         "save": 0,
+        "collect": _GARBAGE,
     }
     if save.unit != "seconds":
         every["save"] = steps(save, "save.every")
@@ -350,8 +352,6 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
         seconds = float(save.amount)
     if recipe.machine.check_every.amount:
         every["check"] = steps(recipe.machine.check_every, "machine.check_every")
-    if recipe.machine.gc_every.amount:
-        every["collect"] = steps(recipe.machine.gc_every, "machine.gc_every")
     forever = steps(recipe.save.forever, "save.forever")
     if recipe.debug.dry_run:
         total = 1

@@ -113,17 +113,10 @@ def _on_meta(recipe: Recipe, task: Task) -> Any:
 def _make_model(recipe: Recipe, task: Task) -> Any:
     """Return the task's model, with the random numbers of the seed."""
 
-    def make() -> Any:
-        number = key(recipe.seed)
-        torch.manual_seed(number)
-        seed_others(number)
-        return theirs(task, "model", task.model)
-
-    if recipe.machine.in_turn:
-        from oneloop.machine.load_in_turn import in_turn
-
-        return in_turn(make)
-    return make()
+    number = key(recipe.seed)
+    torch.manual_seed(number)
+    seed_others(number)
+    return theirs(task, "model", task.model)
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -71,8 +71,8 @@ def start_lines(
     ]
     if ignored:
         yield (
-            f"accelerate's {', '.join(ignored)} has no effect: oneloop has batch.micro, its own "
-            "checkpoints and machine.in_turn"
+            f"accelerate's {', '.join(ignored)} has no effect: oneloop has batch.micro and its own "
+            "checkpoints"
         )
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"

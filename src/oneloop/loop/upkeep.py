@@ -44,8 +44,7 @@ class Upkeep:
         run = self._parts.run
         skipped = folder / "skipped_rows" / f"rank-{run.rank}.jsonl"
         SKIPPED_ROWS.begin(skipped, run.display.say if run.main else None)
-        scheduled = "collect" in self._parts.job.intervals
-        with self.log.profiling(folder) as profiling, scheduled_garbage(scheduled):
+        with self.log.profiling(folder) as profiling, scheduled_garbage():
             yield profiling
 
     def over(self) -> bool:

@@ -1,7 +1,7 @@
 """The dtypes of frozen parameters."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,22 +9,17 @@ from torch import nn
 
 from oneloop.machine.mixed_precision import HALF
 
-_STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 
-
-def hold_frozen(
-    model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto"
-) -> list[str]:
+def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[str]:
     """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
 
     Args:
         model: not yet wrapped or sharded.
         dtype: of matrices, not norms and biases (None: unchanged).
         sharded: whether FSDP2 will shard the model.
-        stored: storage dtype of 4-bit matrices; auto: uint8, or the compute dtype if ``sharded``.
 
     Raises:
-        ValueError: nothing is frozen, compute dtypes are mixed, or a dtype cannot be sharded.
+        ValueError: nothing is frozen, or compute dtypes are mixed.
     """
     # Convert matrices that are not in 4 bits.
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
@@ -37,18 +32,8 @@ def hold_frozen(
             "a frozen model in float16 without mixed precision: small gradients would underflow; "
             "set --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
         )
-
-    # Convert the storage of those in 4 bits.
-    packed = [
-        module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))
-    ]
-    if packed:
-        _store(packed, stored, precision, sharded=sharded)
-    elif stored != "auto":
-        raise ValueError(
-            f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see "
-            "task.lora.quantize"
-        )
+    if sharded:
+        _store_in_compute_dtype(model, precision)
 
     if precision == "no" and torch.bfloat16 in kinds:
         line = (
@@ -99,40 +84,18 @@ def _in_four_bits(weight: Any) -> bool:
     return type(weight).__name__ == "Params4bit"
 
 
-def _store(packed: Sequence[Any], stored: str, precision: str, *, sharded: bool) -> None:
-    """Store 4-bit weights in another dtype.
+def _store_in_compute_dtype(model: nn.Module, precision: str) -> None:
+    """Store the bytes of 4-bit weights as numbers of the compute dtype.
 
     FSDP2 shards only floating-point tensors, and casts those that differ from its compute dtype,
     which would corrupt the packed bytes.
     """
     compute = HALF.get(precision, torch.float32)
-    if stored != "auto":
-        wanted = getattr(torch, stored)
-    else:
-        wanted = compute if sharded else torch.uint8
-
-    # FSDP2 would shard or cast the bytes wrongly.
-    name = str(compute).removeprefix("torch.")
-    if sharded and wanted is torch.uint8:
-        raise ValueError(
-            f"machine.quant_storage {stored} with compute dtype {name}: FSDP2 would not shard it; "
-            f"set {name} or remove it"
-        )
-    if sharded and precision in HALF and wanted is not compute:
-        raise ValueError(
-            f"machine.quant_storage {stored} with compute dtype {name}: FSDP2 would cast its "
-            f"bytes; set {name} or remove it"
-        )
-
-    # View the same bytes as numbers of that dtype.
-    for module in packed:
-        if sharded and precision in HALF:
-            module.compute_dtype = compute
-        weight = module.weight
-        rows, rest = divmod(weight.data.nbytes, _STORED[wanted])
-        if rest:
-            raise ValueError(
-                f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes"
-            )
-        weight.data = weight.data.view(-1).view(wanted).view(-1, 1)
-        weight.quant_storage = module.quant_storage = wanted
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        weight: Any = getattr(module, "weight", None)
+        if _in_four_bits(weight):
+            if precision in HALF:
+                module.compute_dtype = compute
+            weight.data = weight.data.view(-1).view(compute).view(-1, 1)
+            weight.quant_storage = module.quant_storage = compute

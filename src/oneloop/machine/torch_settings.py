@@ -184,20 +184,18 @@ def release_cache() -> None:
 
 
 @contextmanager
-def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
-    """Disable automatic garbage collection in this context, and yield a function that collects.
+def scheduled_garbage() -> Iterator[None]:
+    """Disable automatic garbage collection in this context: call ``gc.collect()`` in it.
 
     Objects that exist at the start (modules, the model) are frozen, so that no collection visits
-    them. With ``on`` False, nothing changes, and the function does nothing.
+    them.
     """
     before = gc.isenabled()
-    if on:
-        gc.freeze()
-        gc.disable()
+    gc.freeze()
+    gc.disable()
     try:
-        yield gc.collect if on else (lambda: None)
+        yield
     finally:
-        if on:
-            gc.unfreeze()
-            if before:
-                gc.enable()
+        gc.unfreeze()
+        if before:
+            gc.enable()

@@ -23,9 +23,6 @@ class MachineConfig:
     base_dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """dtype of frozen matrices (null: unchanged): a 16-bit dtype with mixed precision, or
     float32"""
-    quant_storage: Literal["auto", "uint8", "bfloat16", "float16", "float32"] = "auto"
-    """storage dtype of 4-bit matrices; FSDP2 can shard only floating-point dtypes (auto: choose one
-    that works)"""
     deterministic: bool = False
     """use only deterministic algorithms; raise an error if an operation has none"""
     sync_each_batch: bool = False
@@ -55,16 +52,11 @@ class MachineConfig:
     1e-3)"""
     cudnn_benchmark: bool = False
     """let cuDNN benchmark its algorithms (faster; a resume is then not bit-identical)"""
-    in_turn: bool = False
-    """load the model on one process of a host after another: less host memory, slower start"""
     check_every: Duration = Duration(1000)
     """duration between comparisons of all weights, buffers and optimizer state, and longest
     one between repeated micro-batches (0: none of these checks)"""
     patience: float = 1.0
     """factor of the time after which a process counts as hung, which ends the run (0: never)"""
-    gc_every: Duration = Duration(1000)
-    """duration between Python garbage collections, at the same step on all processes (0:
-    automatic)"""
 
     def __post_init__(self) -> None:
         within(0, 512, machine__workers=0 if self.workers == "auto" else self.workers)

@@ -277,11 +277,9 @@ def _host(
     ``local``: processes on each node; ``emas``: bytes of one process's EMA weights on the host;
     ``saved``: bytes of a checkpoint."""
     machine = costs.job.recipe.machine
-    building = 0
+    building = 0  # by all processes of a node at once
     for parameter in costs.model.parameters():
-        building += parameter.numel() * parameter.element_size()
-    if not machine.in_turn:  # else one process after the other builds the model
-        building *= local
+        building += parameter.numel() * parameter.element_size() * local
 
     # Under FSDP2 each process copies its shard, else rank 0 copies everything.
     if costs.run.sharded:

@@ -63,8 +63,7 @@ _FUSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _KILLED = "the process that plans was killed; it may need more host memory"
 _ALLOCATOR = (  # these keys change no tensor that is counted
     "the allocator's rounding and reserve, and workspaces; machine.cudnn_benchmark, "
-    "deterministic, compile_mode, matmul, device, pinned, patience, check_every, gc_every, "
-    "quant_storage"
+    "deterministic, compile_mode, matmul, device, pinned, patience, check_every"
 )
 
 
