@@ -66,7 +66,7 @@ RECIPES = {
 }
 COMMON = [
     *("--eval.every", "0", "--save.every", "0", "--save.best", "false", "--save.final", "last"),
-    *("--log.every", "20", "--track", "none", "--watch.quiet", "true", "--machine.workers", "0"),
+    *("--log.every", "20", "--track", "none", "--watch.output", "quiet", "--machine.workers", "0"),
 ]
 VARIANTS = {
     "without": ["--machine.check_every", "0"],

@@ -38,7 +38,7 @@ from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 
 QUIET: dict[str, Any] = {
-    "watch": {"quiet": True},
+    "watch": {"output": "quiet"},
     "eval": {"every": 0, "samples": 0},
     "track": [],
 }
@@ -300,7 +300,7 @@ def waits_and_kernels_in_a_trace(place: Place) -> Result:
         batch={"size": 4},
         ema={"half_life": 500},
         log={"every": 50},
-        watch={"quiet": True, "profile": f"30-{29 + steps}"},
+        watch={"output": "quiet", "profile": f"30-{29 + steps}"},
     )
     import gzip
 
@@ -443,7 +443,7 @@ def ema_in_host_memory(place: Place) -> Result:
     batch.grain."""
     words = ["digits", "--duration", "30", "--ema.half_life", "200", "--ema.device", "cpu"]
     words += ["--machine.deterministic", "true", "--save.every", "0", "--eval.every", "0"]
-    words += ["--track", "none", "--watch.quiet", "true"]
+    words += ["--track", "none", "--watch.output", "quiet"]
     for grain in ([], ["--batch.grain", "8"]):
         hashes = []
         for blocking in ("0", "1"):
@@ -693,6 +693,6 @@ def two_processes_fsdp2(place: Place) -> Result:
 @line("check", seconds=10, numbers=["bytes"], gpus=1)
 def memory_snapshot(place: Place) -> Result:
     folder = place.folder / "run"
-    trained(folder, steps=4, watch={"quiet": True, "memory": "2-3"})
+    trained(folder, steps=4, watch={"output": "quiet", "memory": "2-3"})
     size = (folder / "profile" / "memory.pickle").stat().st_size
     return Result(f"{size:,} bytes", {"bytes": size})

@@ -414,7 +414,7 @@ def by_oneloop(
         "eval": {"every": 0, "samples": 0},
         "save": {"every": 0},
         "log": {"every": LOG_EVERY},
-        "watch": {"quiet": True},
+        "watch": {"output": "quiet"},
         "track": [],
         "run": {"dir": str(setting.folder / "run"), "resume": "never"},
     }

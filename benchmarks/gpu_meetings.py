@@ -41,7 +41,7 @@ def _torchrun(processes: int, words: list[str], **variables: str) -> subprocess.
     """Start oneloop on several processes as torchrun does, without oneloop's launcher."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     command += ["--master_port", str(_free_port()), "-m", "oneloop.train", *words]
-    common = ["--track", "none", "--watch.quiet", "true", "--eval.every", "0"]
+    common = ["--track", "none", "--watch.output", "quiet", "--eval.every", "0"]
     given: dict[str, Any] = {"env": {**environment(), **variables}, "text": True}
     return subprocess.run([*command, *common], capture_output=True, timeout=280, **given)
 

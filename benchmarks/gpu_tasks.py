@@ -75,7 +75,7 @@ def log_probabilities_of_gpu_and_cpu(place: Place) -> Result:
         store = place.folder / f"store-of-{len(found)}"
         words = ["preference", "--task.data", pairs(place.folder), "--task.store", str(store)]
         words += ["--machine.device", device, "--duration", "1", "--eval.every", "0"]
-        words += ["--save.every", "0", "--track", "none", "--watch.quiet", "true"]
+        words += ["--save.every", "0", "--track", "none", "--watch.output", "quiet"]
         for key, value in SIZES.items():
             words += [f"--task.{key}", str(value)]
         run = place.folder / f"run-of-{len(found)}"

@@ -34,8 +34,8 @@ COMMON = [
     "none",
     "--machine.workers",
     "0",
-    "--watch.quiet",
-    "true",
+    "--watch.output",
+    "quiet",
 ]
 RECIPES = {
     "digits, 98 K": (8, ["digits", "--task.dropout", "0.1"]),

@@ -36,7 +36,7 @@ from oneloop.optim.clip import clip_, global_norm
 
 LEAVES, GRAIN, STEPS, LENGTH, WORDS = 8, 4, 40, 64, 512
 QUICK = ["--track", "none", "--eval.every", "0", "--save.every", "0", "--log.every", "10"]
-QUICK += ["--watch.quiet", "true", "--eval.samples", "0"]
+QUICK += ["--watch.output", "quiet", "--eval.samples", "0"]
 SMALL = ["--task.width", "32", "--task.heads", "2", "--task.layers", "1", "--task.block", "32"]
 
 

@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as folder:
     print(statistics.median(blocked[1:]), statistics.median(complete[1:]))
     checkpoints.close()
 """
-RUN = "digits --duration 60 --save.every 10 --track none --watch.quiet true --run.dir run"
+RUN = "digits --duration 60 --save.every 10 --track none --watch.output quiet --run.dir run"
 
 
 def measured(checkout: Path) -> list[float]:

@@ -119,8 +119,8 @@ def main() -> None:
                         f"{scratch}/run",
                         "--track",
                         "none",
-                        "--watch.quiet",
-                        "true",
+                        "--watch.output",
+                        "quiet",
                     ]
                     found[kind].append(measure(checkout, kind, words))
         step = statistics.median(step for _, step in found["tried"])

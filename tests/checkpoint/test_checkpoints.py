@@ -640,7 +640,7 @@ def trained(root: Path, **task) -> dict[str, str]:
         run={"dir": str(root)},
         save={"every": 3, "keep": 99},
         track=[],
-        watch={"quiet": True},
+        watch={"output": "quiet"},
     )
     return shards(root)
 
@@ -857,7 +857,7 @@ def scaled_after_a_save(root: str, late: bool) -> dict[str, str]:
         run=run,
         save=save,
         track=[],
-        watch={"quiet": True},
+        watch={"output": "quiet"},
         machine={"check_every": 0},
     )
     return shards(Path(root))

@@ -280,7 +280,7 @@ def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp
     proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), waiting(tmp_path / "one")
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1"}
     words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", *SHORT]
-    words += ["--watch.quiet", "false"]
+    words += ["--watch.output", "progress"]
     worlds = []
     thread = threading.Thread(
         target=lambda: worlds.append(stores.trained(folder, *words, variables=variables))
@@ -379,7 +379,7 @@ def test_a_store_that_never_answers(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         variables = stores.KEYS | {"AWS_ENDPOINT_URL": address, "AWS_MAX_ATTEMPTS": "1"}
-        words = ["--run.dir", "s3://bucket/silent", "--watch.quiet", "false"]
+        words = ["--run.dir", "s3://bucket/silent", "--watch.output", "progress"]
         world = stores.trained(tmp_path, *words, variables=variables)
     assert world.codes == [1] and "Traceback" not in world.output, world.output
     assert "waiting for the mirror to answer (s3://bucket/silent)" in world.output, world.output

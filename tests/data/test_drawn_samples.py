@@ -20,7 +20,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.seeded_samples",
 )
 
-QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
+QUIET: dict[str, Any] = {"watch": {"output": "quiet"}, "track": [], "machine": {"workers": 0}}
 COLLATORS = {"tokens": transformers.DataCollatorForLanguageModeling}
 COLLATORS["whole words"] = partial(
     COLLATORS["tokens"], whole_word_mask=True, mask_replace_prob=1, random_replace_prob=0

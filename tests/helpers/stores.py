@@ -71,7 +71,7 @@ WORDS = (
     "small.py:Small --batch.size 32 --duration 60 --save.every 5 --eval.every 20 --log.every 5 "
     "--track none"
 )
-WORDS += " --optimizer.name adamw --optimizer.lr 0.01 --ema.half_life 256 --watch.quiet true"
+WORDS += " --optimizer.name adamw --optimizer.lr 0.01 --ema.half_life 256 --watch.output quiet"
 KEYS = {
     "AWS_ACCESS_KEY_ID": "not-a-secret-id",
     "AWS_SECRET_ACCESS_KEY": "SeCrEt-KeY",

@@ -413,7 +413,7 @@ def compare_without_preflight(tmp_path: Path, task: str, ranks: int, config: str
         else ["digits", "--task.width", "8", "--task.dropout", "0.1"]
     )
     typed = [*own, "--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
-    typed += ["--ema.half_life", "1ep", "--log.every", "2", "--log.noise_scale", "false"]
+    typed += ["--ema.half_life", "1ep", "--log.every", "2"]
     ends = []
     for name, function in (("tried", tried), ("untried", without_preflight)):
         run(function, [*typed, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()

@@ -28,7 +28,7 @@ DEFAULT = QUICK[:1]
 STEPS, FEW = 50, 20
 """steps of most cases, and of those in QUICK"""
 COMMON = ["--batch.size", "8", "--optimizer.name", "adamw", "--optimizer.lr", "0.001"]
-COMMON += ["--log.every", "1", "--log.noise_scale", "false", "--eval.every", "5"]
+COMMON += ["--log.every", "1", "--eval.every", "5"]
 COMMON += ["--machine.check_every", "5", "--save.every", "0", "--track", "none"]
 SIZES = r"batch 8 = \d ranks? x \d micro-batch(es)? x \d; "
 USUAL = (

@@ -72,7 +72,7 @@ def test_a_span_that_is_none_is_rejected(folder):
 
 
 def test_json_is_json_and_quiet_is_quiet(folder):
-    world = run(train, [*WORDS, "--watch.json"], folder=folder)
+    world = run(train, [*WORDS, "--watch.output", "json"], folder=folder)
     world.ok()
     records = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
     logged = [
@@ -82,7 +82,7 @@ def test_json_is_json_and_quiet_is_quiet(folder):
         line["train/loss"] for line in logged if "train/loss" in line
     ]
     assert records[-1]["exit_reason"] == "done" and records[-1]["folder"] == "a"
-    world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
+    world = run(train, [*WORDS[:-1], "b", "--watch.output", "quiet"], folder=folder)
     world.ok()
     assert [line for line in world.output.splitlines() if not line.startswith("---")] == [
         "done; results in b"

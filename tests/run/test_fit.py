@@ -32,7 +32,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.read",
 )
 
-QUIET = {"track": "none", "watch": {"quiet": True}}
+QUIET = {"track": "none", "watch": {"output": "quiet"}}
 
 
 class Points:

@@ -43,7 +43,7 @@ SUMMARY = {
 }
 
 
-def shown(*, terminal: bool, on: bool = True, **how: bool) -> str:
+def shown(*, terminal: bool, on: bool = True, **how: str) -> str:
     text = io.StringIO()
     console = Console(file=text, force_terminal=terminal, width=120, quiet=not on)
     with Display(shown=on, console=console, **how) as display:
@@ -144,12 +144,14 @@ def test_nothing_on_other_ranks():
 
 def test_quiet_leaves_what_must_be_printed():
     assert [
-        line for line in shown(terminal=True, quiet=True).splitlines() if "eval/loss" not in line
+        line
+        for line in shown(terminal=True, output="quiet").splitlines()
+        if "eval/loss" not in line
     ] == ["a line that stays [not markup]"]
 
 
 def test_json_lines():
-    lines = [json.loads(line) for line in shown(terminal=True, as_json=True).splitlines()]
+    lines = [json.loads(line) for line in shown(terminal=True, output="json").splitlines()]
     assert lines[0] == {"step": 50, **FIGURES} and lines[1] == {
         "step": 50,
         "eval/loss": 0.25,
@@ -160,11 +162,8 @@ def test_json_lines():
 
 def test_json_is_json_whatever_the_metrics_are():
     text = io.StringIO()
-    display = Display(as_json=True, quiet=True, console=Console(file=text))
-    display.begin(lambda: 0, total=9)
-    display.metrics(1, FIGURES)
+    display = Display(output="json", console=Console(file=text))
     display.say("a :x: b")
-    display = Display(as_json=True, console=Console(file=text))
     display.results(1, {"eval/loss": float("nan")})
     lines = [json.loads(line, parse_constant=pytest.fail) for line in text.getvalue().splitlines()]
     assert lines == [{"message": "a :x: b"}, {"step": 1, "eval/loss": "nan", "weights": "raw"}]

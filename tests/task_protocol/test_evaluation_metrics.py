@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
 )
 
 NEITHER = "neither logged nor drawn; wrap it in torchmetrics' ClasswiseWrapper, or average it"
-QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
+QUIET: dict[str, Any] = {"watch": {"output": "quiet"}, "track": [], "machine": {"workers": 0}}
 
 
 class Count(torchmetrics.Metric):

@@ -69,8 +69,6 @@ COMMON += [
     "[0.9,0.999]",
     "--eval.every",
     "0",
-    "--log.noise_scale",
-    "false",
     "--track",
     "none",
 ]

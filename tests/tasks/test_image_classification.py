@@ -87,7 +87,7 @@ def one_step(folder: Path, dtype: str, *, ranks: int = 1, accumulate: int = 1) -
         "--track",
         "none",
     ]
-    words += ["--eval.micro", "128", "--save.every", "0", "--log.noise_scale", "false"]
+    words += ["--eval.micro", "128", "--save.every", "0"]
     return [*words, "--machine.dtype", dtype, *ALL, "--run.dir", str(folder)]
 
 
@@ -326,7 +326,7 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
         "--run.dir",
         "run",
     ]
-    words += ["--log.every", "20", "--log.noise_scale", "false", "--save.every", "0"]
+    words += ["--log.every", "20", "--save.every", "0"]
     words += ["--eval.micro", "64"]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

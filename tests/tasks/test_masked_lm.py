@@ -401,7 +401,7 @@ def test_texts_without_tokens_are_rejected(tmp_path):
 
 
 WORDS = ["masked.yaml", "--optimizer.lr", "2e-3", "--log.every", "1", "--track", "none"]
-WORDS += ["--batch.size", "16", "--machine.workers", "0", "--log.noise_scale", "false"]
+WORDS += ["--batch.size", "16", "--machine.workers", "0"]
 WORDS += ["--schedule.name", "constant", "--schedule.warmup", "0"]
 
 

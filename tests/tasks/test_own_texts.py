@@ -382,7 +382,7 @@ def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):
     ]
     words += ["--optimizer.lr", "5e-3", "--duration", "40", "--log.every", "1"]
     words += ["--optimizer.clip", "0.5", "--optimizer.weight_decay", "0.01"]
-    words += ["--schedule.name", "constant", "--schedule.warmup", "0", "--log.noise_scale", "false"]
+    words += ["--schedule.name", "constant", "--schedule.warmup", "0"]
     run(train, words, folder=tmp_path).ok()
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

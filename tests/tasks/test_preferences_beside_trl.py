@@ -36,7 +36,7 @@ batch: {{size: {BATCH}}}
 data: {{shuffle: false}}
 optimizer: {{name: adamw, lr: 3e-4, weight_decay: 0, clip: 1.0, betas: [0.9, 0.999]}}
 schedule: {{name: constant, warmup: 0}}
-log: {{every: 1, noise_scale: false}}
+log: {{every: 1}}
 eval: {{every: 0}}
 track: none
 run: {{dir: run}}

@@ -154,7 +154,7 @@ def test_accelerate_launch_as_typed(tmp_path, config):
 def test_digits_learns_in_a_few_epochs(tmp_path):
     words = ["digits", "--duration", "6ep", "--track", "none", "--run.dir", "run"]
     # It is evaluated at its end, and nothing else is the claim.
-    words += ["--eval.every", "0", "--save.every", "0", "--log.noise_scale", "false"]
+    words += ["--eval.every", "0", "--save.every", "0"]
     run(train, words, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert ended["eval/accuracy"] >= 0.97 and ended["test/accuracy"] >= 0.97

@@ -275,7 +275,7 @@ WORDS += [
 def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     written(tmp_path / "data", of_texts({"text": None}), group=100)
     words = [*WORDS, "--batch.size", "40", "--duration", "1ep", "--log.every", "50"]
-    words += ["--log.noise_scale", "false", "--run.dir"]
+    words += ["--run.dir"]
     world = run(train_remote, [*words, "stopped"], folder=tmp_path)
     assert world.codes == [1], world.output
     assert "train.parquet, row 1505: has no value in 'text'" in world.output

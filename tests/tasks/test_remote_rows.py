@@ -38,7 +38,7 @@ SMALL = "--task.layers 1 --task.width 8 --task.heads 1 --task.length 16 --task.w
 COMMON = (
     "--batch.size 16 --batch.grain 4 --duration 80 --save.every 20 --eval.every 40 --track none "
     "--run.dir run --optimizer.name adamw --optimizer.lr 0.01 --machine.dtype float32 "
-    "--schedule.name constant --schedule.warmup 5 --log.every 20 --log.noise_scale false"
+    "--schedule.name constant --schedule.warmup 5 --log.every 20"
 )
 TEXTS = f"snippets {SMALL} {COMMON}"
 

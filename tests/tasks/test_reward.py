@@ -43,7 +43,7 @@ task:
 duration: 6
 batch: {size: 16}
 optimizer: {name: sgd, lr: 0.02}
-log: {every: 1, noise_scale: false}
+log: {every: 1}
 eval: {every: 3, samples: 4}
 save: {every: 3}
 """

@@ -80,7 +80,6 @@ def words(*more: str) -> list[str]:
         "schedule.name": "constant",
         "schedule.warmup": "0",
         "log.every": "1",
-        "log.noise_scale": "false",
         "track": "none",
         "machine.workers": "0",
         "run.dir": "run",

@@ -28,7 +28,7 @@ import json
 import random
 import oneloop
 small = {"task": {"width": 8}, "duration": 6}
-summary = oneloop.fit("digits", **small, track="none", run={"dir": "run"}, watch={"quiet": True})
+summary = oneloop.fit("digits", **small, track="none", run={"dir": "run"}, watch={"output": "quiet"})
 before = random.getstate()
 metrics = oneloop.evaluate(summary)
 rows = oneloop.predict("run")

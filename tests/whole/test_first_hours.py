@@ -428,7 +428,7 @@ def _again_in_a_notebook() -> None:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         exec(compile(text, name, "exec"), vars(module))
 
-    how = {"duration": 3, "track": "none", "run": {"dir": "run"}, "watch": {"quiet": True}}
+    how = {"duration": 3, "track": "none", "run": {"dir": "run"}, "watch": {"output": "quiet"}}
     if hasattr(module, "__file__"):
         del module.__file__  # as in a notebook
     cell(1, 2)

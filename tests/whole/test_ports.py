@@ -19,7 +19,7 @@ STEPS, BATCH = 24, 8
 COMMON = [
     *("--duration", str(STEPS), "--batch.size", str(BATCH), "--data.shuffle", "false"),
     *("--log.every", "1", "--track", "none", "--machine.workers", "0", "--optimizer.clip", "0"),
-    *("--log.noise_scale", "false", "--run.dir", "run"),
+    *("--run.dir", "run"),
 ]
 
 

@@ -262,7 +262,7 @@ def _measures_noise(
     if layout.grain or not sharded:
         parts *= layout.accumulate
     independent = recipe.data.shuffle and not hasattr(order, "copies")
-    return recipe.log.noise_scale and parts > 1 and independent and not is_whole_batch(task)
+    return parts > 1 and independent and not is_whole_batch(task)
 
 
 def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:

@@ -152,8 +152,6 @@ class LogConfig:
     every: Duration | Literal["auto"] = "auto"
     """duration between log lines (auto: 50 steps; in a run of less than 2,000 steps fewer, for at
     least 40 lines)"""
-    noise_scale: bool = True
-    """measure the gradient noise scale at log steps: the largest useful batch size"""
 
 
 @dataclass(frozen=True)
@@ -163,10 +161,9 @@ class WatchConfig:
     folder"""
     memory: str | None = None
     """steps to record in a GPU memory snapshot (10-13)"""
-    quiet: bool = False
-    """print only errors and the end of the run"""
-    json: bool = False
-    """print metrics as JSON lines, as in metrics.jsonl"""
+    output: Literal["progress", "quiet", "json"] = "progress"
+    """progress: bars on a terminal, else lines; quiet: only errors and the end of the run; json:
+    metrics as JSON lines, as in metrics.jsonl"""
 
     def __post_init__(self) -> None:
         for key, text in (("watch.profile", self.profile), ("watch.memory", self.memory)):

@@ -71,7 +71,7 @@ def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
         folder=recipe.folder,
     )
     run.command = command
-    run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
+    run.display = Display(shown=run.main, output=recipe.watch.output)
     return run
 
 
@@ -140,7 +140,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     # Write the summary on rank 0. An incomplete mirror turns a run that is done into an error.
     if run.main:
         code = summary["exit_code"]
-        summary = end_of(run, folder, summary, as_json=recipe.watch.json)
+        summary = end_of(run, folder, summary)
         if summary["exit_code"] != code:
             fault = OSError(summary["exit_reason"])
     return {**summary, "folder": str(folder.path)}, fault

@@ -13,13 +13,7 @@ from oneloop.run.folder import Folder
 from oneloop.show.terminal import metric
 
 
-def end_of(
-    run: Run,
-    folder: Folder,
-    summary: dict[str, Any],
-    *,
-    as_json: bool,
-) -> dict[str, Any]:
+def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
     """Write and print the summary; return it, with an error if the mirror is incomplete."""
     if not folder.begun:
         folder.abandon()
@@ -70,7 +64,7 @@ def end_of(
         ended += f"; newest step in the mirror: {summary['mirrored']}"
     if summary["exit_code"] == exit_codes.STOPPED:
         ended += "; the same command continues the run"
-    if as_json:
+    if run.display.output == "json":
         print(dumps({**summary, "folder": str(folder.path)}), flush=True)
     else:
         print(printable(ended), flush=True)

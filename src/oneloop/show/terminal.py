@@ -50,8 +50,8 @@ class Display:
 
     Args:
         shown: False on all ranks but one.
-        quiet: show only what :meth:`say` reports.
-        as_json: print JSON lines for other programs.
+        output: ``progress``; ``quiet``: only what :meth:`say` reports; ``json``: JSON lines, for
+            other programs.
         console: the terminal; None: the process's own.
     """
 
@@ -59,17 +59,15 @@ class Display:
         self,
         *,
         shown: bool = True,
-        quiet: bool = False,
-        as_json: bool = False,
+        output: str = "progress",
         console: Console | None = None,
     ) -> None:
-        self._quiet = quiet
-        self._as_json = as_json
+        self.output = output
         self._console = console or Console(quiet=not shown)
         self._last = 0.0  # time of the last plain line of metrics
 
         self.bars: _Bars | None = None
-        if shown and self._console.is_terminal and not quiet and not as_json:
+        if shown and self._console.is_terminal and output == "progress":
             self.bars = _Bars(
                 TextColumn("{task.description}"),
                 MofNCompleteColumn(),
@@ -129,7 +127,7 @@ class Display:
         now = time.monotonic()
         if self.bars and self.bars.steps:
             self.bars.update(self.bars.steps[0], text="  ".join(parts))
-        elif self._as_json or now - self._last >= _INTERVAL or step == self._total:
+        elif self.output == "json" or now - self._last >= _INTERVAL or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
             parts = [f"step {step}/{self._total}", *parts, f"{left:.0f} s left"]
@@ -161,8 +159,8 @@ class Display:
         self, content: Mapping[str, object], parts: Iterable[str], *, always: bool = False
     ) -> None:
         """Print the parts of a line, or its content as JSON."""
-        if always or not self._quiet:
-            text = dumps(content) if self._as_json else printable("  ".join(parts))
+        if always or self.output != "quiet":
+            text = dumps(content) if self.output == "json" else printable("  ".join(parts))
             self._console.out(text, highlight=False)
 
 

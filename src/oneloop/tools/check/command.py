@@ -31,7 +31,7 @@ def check(words: Sequence[str]) -> int:
     from oneloop.show.terminal import Display
     from oneloop.tools.check.check_data import as_json, as_lines, check_data
 
-    with Display(quiet=given.json) as display:
+    with Display(output="quiet" if given.json else "progress") as display:
         found = check_data(training[0], training[1:])
         display.lines(as_lines(training[0], found))
     if given.json:

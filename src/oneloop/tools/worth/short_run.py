@@ -69,8 +69,7 @@ class Runner:
                 "save.best": False,
                 "track": "none",
                 "run.dir": f"{scratch}/run",
-                "log.noise_scale": False,
-                "watch.quiet": True,
+                "watch.output": "quiet",
                 "save.mirror": None,
                 "save.upload_limit": 0,
             }
