@@ -6,6 +6,7 @@ Start the supervisor, and report bad input at once.
 import os
 import selectors
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -85,7 +86,7 @@ def supervised() -> None:
         return
 
     # Imported before the fork: after it, the supervisor must answer at once.
-    from oneloop.supervise.ranks import Supervisors
+    from oneloop.supervise.ranks import Connection, Supervisors
     from oneloop.supervise.supervisor import Supervisor
     from oneloop.supervise.worker import Worker
 
@@ -96,23 +97,22 @@ def supervised() -> None:
     if ranks() > 1 and rank() == 0:
         peers.listen()
 
-    # Pipes: (read, write). The worker writes the first two, and reads the third.
-    reports, reporting = os.pipe()
+    # A socket for messages of both sides, and a pipe (read, write) for the worker's stacks.
+    ours, theirs = socket.socketpair()
     stacks, dumped = os.pipe()
-    asked, requests = os.pipe()
 
     # The child trains.
-    pid = continue_in_child([reporting, dumped, asked])
+    pid = continue_in_child([theirs.fileno(), dumped])
     if pid == 0:
-        for handle in (reports, stacks, requests):
-            os.close(handle)
-        _begin_training([own, reporting, dumped, asked])
+        ours.close()
+        os.close(stacks)
+        _begin_training([own, theirs.detach(), dumped])
         return
 
     # The parent supervises it, and exits with its code.
-    for handle in (reporting, dumped, asked):
-        os.close(handle)
-    worker = Worker(pid, reports, stacks, requests, rank())
+    theirs.close()
+    os.close(dumped)
+    worker = Worker(pid, Connection(ours, rank()), stacks)
     Supervisor(worker, peers, selector, started_by=started_by).run()
 
 
@@ -120,13 +120,12 @@ def _begin_training(given: Sequence[int]) -> None:
     """Prepare the training process.
 
     Args:
-        given: id of the supervisor, and file descriptors of its pipes: for reports, for stacks,
-            and for the supervisor's requests.
+        given: id of the supervisor, and file descriptors: a socket for messages, a pipe for stacks.
     """
-    parent, reporting, dumped, asked = given
+    parent, messages, dumped = given
     die_with(parent)
     on_stops(signal.SIG_DFL)  # until the run installs its handlers; nothing is written before
-    CHANNEL.open(reporting, dumped, asked)
+    CHANNEL.open(messages, dumped)
 
 
 def open_streams() -> None:

@@ -49,13 +49,13 @@ def say(words: str) -> None:
     print(f"oneloop: {words}", file=sys.stderr, flush=True)
 
 
-def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
+def describe_exit(rank: int, code: int, *, stopped_by: str = "") -> str:
     """Describe how a process ended that reported no error.
 
     Args:
         rank: of the process.
         code: its exit code; negative: the signal that killed it.
-        stopped_by: the source of the stop request before it, if any.
+        stopped_by: the source of the stop request before it; empty: there was none.
     """
     before = f", after a stop request by {stopped_by}" if stopped_by else ""
     if code >= 0:

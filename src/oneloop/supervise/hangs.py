@@ -110,21 +110,13 @@ class Watch:
         self._say = say
         # the last report of each rank, and the time of it
         self._statuses: dict[int, tuple[float, RankStatus]] = {}
-        self._done: set[int] = set()  # ranks that have ended
+        self.ended: set[int] = set()  # ranks that have ended, and do not count from now on
         self.named: list[int] = []  # ranks that were reported as hung
         self._named_at = 0.0
 
     def update(self, status: RankStatus) -> None:
         """Store the report of one rank."""
         self._statuses[status.rank] = time.monotonic(), status
-
-    def ended(self, rank: int) -> None:
-        """Ignore this rank from now on."""
-        self._done.add(rank)
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether this rank has ended."""
-        return rank in self._done
 
     def reset(self) -> None:
         """Forget all reports: the machine was suspended."""
@@ -174,7 +166,7 @@ class Watch:
         """Return the status of all running ranks; empty until every rank has reported."""
         now = time.monotonic()
         known = []
-        for rank in set(range(self.ranks)) - self._done:
+        for rank in set(range(self.ranks)) - self.ended:
             if rank not in self._statuses:
                 return []
             # Add the time since the report.

@@ -1,17 +1,17 @@
-"""What a training process reports to its supervisor, as lines of JSON through a pipe."""
+"""What a training process reports to its supervisor, as lines of JSON through a socket."""
 
 import faulthandler
 import json
 import os
+import socket
 import sys
 import sysconfig
 import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from oneloop.basics.files import replacing
@@ -36,38 +36,29 @@ _COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/")
 _DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/ipdb/")
 
 
-@dataclass(frozen=True)
-class StackSnapshot:
-    """State of the main thread at one moment."""
+def _where(patience: float) -> dict[str, Any]:
+    """Return the fields of RankStatus that the stack of the main thread shows.
 
-    where: str  # ``file:line in function``: the innermost line of the user's code, else of any code
-    waits: bool  # whether it waits for other processes
-    compiles: bool
-    debugged: bool  # whether a debugger runs
-
-
-def stack_snapshot() -> StackSnapshot:
-    """Inspect the main thread of this process. Call it from another thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames: list[FrameType] = []  # innermost first
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    Call it from another thread.
+    """
+    main = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = [frame for frame, _ in traceback.walk_stack(main)]  # innermost first
     files = [frame.f_code.co_filename for frame in frames]
+    shown: dict[str, Any] = {"waits": bool(files) and _waits(files[0])}
 
     # Name the innermost line of the user's code, else of any code.
-    where = ""
     elsewhere = (_ROOT, *_LIBRARIES, "<")
     own = [frame for frame in frames if not frame.f_code.co_filename.startswith(elsewhere)]
-    if frames:
-        inner = (own or frames)[0]
-        where = f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
-    return StackSnapshot(
-        where=where,
-        waits=bool(files) and _waits(files[0]),
-        compiles=any(path in file for file in files for path in _COMPILERS),
-        debugged=any(path in file for file in files for path in _DEBUGGERS),
-    )
+    for inner in (own or frames)[:1]:
+        code = inner.f_code
+        shown["where"] = f"{code.co_filename}:{inner.f_lineno} in {code.co_name}"
+
+    # A compiler takes long, and a debugger without end.
+    if any(path in file for file in files for path in _COMPILERS):
+        shown["limit"] = max(BEATS.limit(patience), patience * _COMPILING)
+    if any(path in file for file in files for path in _DEBUGGERS):
+        shown["held"] = True
+    return shown
 
 
 def _waits(file: str) -> bool:
@@ -94,66 +85,52 @@ _CONNECTION_ERRORS = (
 
 
 class Channel:
-    """The pipe to the supervisor; without a supervisor, the methods do nothing."""
+    """The connection to the supervisor; without a supervisor, the methods do nothing."""
 
     def __init__(self) -> None:
-        self._handle: int | None = None  # file descriptor of messages
-        self._requests = -1  # file descriptor of the supervisor's requests
+        self._link: socket.socket
         self._owner = 0  # process that opened it; a fork must not write to it
         self._lock = threading.RLock()  # several threads send
         self.folder: Path | None = None  # the run folder, once the run writes to it
-        self.patience = 1.0  # factor of all limits
 
     @property
     def watched(self) -> bool:
         """Whether this process has a supervisor."""
-        return self._handle is not None and os.getpid() == self._owner
+        return os.getpid() == self._owner
 
-    def open(self, handle: int, stacks: int, requests: int) -> None:
-        """Open the pipe.
+    def open(self, handle: int, stacks: int) -> None:
+        """Open the connection.
 
         Args:
-            handle: file descriptor to which messages are sent.
+            handle: file descriptor of the socket. On a message from it, the collectives are written
+                to the run folder.
             stacks: file descriptor for the stacks of all threads, written when the supervisor asks.
-            requests: file descriptor; on a byte from it, the collectives are written to the run
-                folder.
         """
-        self._handle = handle
+        self._link = socket.socket(fileno=handle)
+        self._link.settimeout(_SEND_TIMEOUT)
         self._owner = os.getpid()
-        self._requests = requests
         BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
-        for written in (handle, stacks):
-            os.set_blocking(written, False)
+        os.set_blocking(stacks, False)
         sys.excepthook = self._uncaught
         faulthandler.enable()  # print the stack if native code crashes
         write_stacks_to(stacks)
 
     def send(self, **message: Any) -> None:
         """Send one message; drop it if the supervisor does not read in time."""
-        if not self.watched or self._handle is None:
-            return
-        line = json.dumps(message).encode() + b"\n"
-        until = time.monotonic() + _SEND_TIMEOUT
-        with self._lock:
-            while line and time.monotonic() < until:
-                try:
-                    line = line[os.write(self._handle, line) :]
-                except BlockingIOError:
-                    time.sleep(0.01)
-                except OSError:
-                    return
+        if self.watched:
+            with self._lock, suppress(OSError):
+                self._link.sendall(json.dumps(message).encode() + b"\n")
 
     def report(self, patience: float) -> None:
         """Report heartbeats from a thread, twice a second and at each new phase.
 
         ``patience`` is the factor of all limits.
         """
-        self.patience = patience
         if self.watched:
             BEATS.changed = lambda: self.send(beat=_beat(patience))
-            threading.Thread(target=self._report, name="oneloop-beats", daemon=True).start()
+            threading.Thread(target=self._report, args=[patience], daemon=True).start()
 
-    def _report(self) -> None:
+    def _report(self, patience: float) -> None:
         """Send heartbeats, and answer the supervisor's requests. Runs in a thread."""
         moved = bytes_moved()
         while True:
@@ -161,14 +138,10 @@ class Channel:
             moved = bytes_moved()
             if moved - before > _MANY:
                 BEATS.moved()
-            self.send(beat=_beat(self.patience))
-            if not readable_within(self._requests, TICK):
-                continue
+            self.send(beat=_beat(patience))
             # in a thread, as NCCL may not answer
-            if os.read(self._requests, 1) and self.folder is not None:
+            if readable_within(self._link.fileno(), TICK) and self._link.recv(1 << 10):
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
-            else:
-                time.sleep(TICK)
 
     def _uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -186,41 +159,32 @@ class Channel:
 
 def _beat(patience: float) -> dict[str, Any]:
     """Return the fields of RankStatus that this process knows."""
-    # Read everything about the phase before the snapshot, which takes a while.
-    phase = BEATS.now_in
-    count = BEATS.count
-    unit = BEATS.unit
+    # Read everything about the phase before the stack, which takes a while.
     reads = BEATS.reads
-    since = time.monotonic() - BEATS.last
     usual = BEATS.usual()
-    limit = BEATS.limit(patience)
-    seen = StackSnapshot(where="", waits=False, compiles=False, debugged=False)
-    if since > patience * _STACK_AFTER:
-        seen = stack_snapshot()
-    if seen.compiles:
-        limit = max(limit, patience * _COMPILING)
-    return {
-        "phase": phase,
-        "count": count,
-        "since": since,
-        "limit": limit,
+    beat: dict[str, Any] = {
+        "phase": BEATS.now_in,
+        "count": BEATS.count,
+        "since": time.monotonic() - BEATS.last,
+        "limit": BEATS.limit(patience),
         "patience": patience,
         "median": usual[0] if usual else None,
-        "waits": seen.waits,
-        "where": seen.where,
-        "held": patience <= 0 or seen.debugged,
-        "unit": unit,
+        "held": patience <= 0,
+        "unit": BEATS.unit,
         "reads": "" if reads is None else reads(),
     }
+    if beat["since"] > patience * _STACK_AFTER:
+        beat |= _where(patience)
+    return beat
 
 
-def _write_collectives(folder: Path) -> None:
+def _write_collectives(folder: Path | None) -> None:
     """Write torch's flight recorder, if it records: the last collectives, and which have ended."""
     from torch._C import _distributed_c10d as recorders  # type: ignore[attr-defined]
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of NCCL, and of gloo
         text = getattr(recorders, name, lambda: b"")()
-        if b'"entries"' in text:
+        if folder is not None and b'"entries"' in text:
             with suppress(OSError):
                 (folder / STACKS).mkdir(exist_ok=True)
                 with replacing(folder / STACKS / f"rank-{rank():05d}-collectives.json") as draft:
@@ -241,4 +205,4 @@ def _follows(error: BaseException) -> bool:
     return False
 
 
-CHANNEL = Channel()  # the pipe of this process
+CHANNEL = Channel()  # of this process

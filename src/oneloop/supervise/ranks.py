@@ -1,6 +1,6 @@
-"""TCP connections between the supervisors of a run: all are connected to that of rank 0.
+"""Connections of a supervisor: to its training process, and to the supervisors of other ranks.
 
-They send lines of JSON.
+All supervisors are connected to that of rank 0.
 """
 
 import json
@@ -9,71 +9,71 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from oneloop.basics.launcher import HOST, local_ranks
 from oneloop.supervise.crash_report import Cause
 from oneloop.supervise.pipe import ADDRESS
 
-# maximum bytes of a message, before and after authentication by the secret token
-_MAX_BYTES_UNKNOWN = 1 << 10
-_MAX_BYTES_KNOWN = 1 << 24
+# most bytes of a message, before and after the other side is known
+_STRANGER_BYTES = 1 << 10
+_KNOWN_BYTES = 1 << 24
 _MAX_UNKNOWN = 64  # maximum number of connections without authentication
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 
 
-class SupervisorConnection:
-    """A connection to another supervisor."""
+class Connection:
+    """Messages to and from a training process or another supervisor: lines of JSON.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._buffer = b""  # a part of the next message
-        connection.setblocking(False)
+    Args:
+        link: the socket.
+        rank: rank of the other side; -1: it is not known yet.
+    """
+
+    def __init__(self, link: socket.socket, rank: int = -1) -> None:
+        self.link = link
+        self.rank = rank
         self.heard = time.monotonic()  # when the last message arrived
-        self.rank: int | None = None  # rank of the other side, once it is authenticated
+        self._buffer = b""  # a part of the next message
 
-    def messages(self) -> list[dict[str, Any]] | None:
+    def received(self) -> list[dict[str, Any]] | None:
         """Return the messages since the last call.
 
-        None if the connection is closed, or if the data is not valid.
+        None if the connection is closed, or if a message is too long.
         """
         # Read all that has arrived.
+        closed = True
+        most = _STRANGER_BYTES if self.rank < 0 else _KNOWN_BYTES
         try:
-            while more := self.connection.recv(1 << 16):
+            self.link.setblocking(False)
+            while more := self.link.recv(1 << 16):
                 self._buffer += more
                 self.heard = time.monotonic()
-                most = _MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN
                 if len(self._buffer) > most:
                     return None
-            return None
         except BlockingIOError:
-            pass
+            closed = False
         except OSError:
-            return None
+            pass
 
-        # Divide it into messages.
+        # Divide it into messages, of which one may be incomplete: it took too long to send it.
         *lines, self._buffer = self._buffer.split(b"\n")
-        try:
-            found = [json.loads(line) for line in lines]
-        except (ValueError, RecursionError):
+        if closed and not lines:
             return None
-        return found if all(isinstance(message, dict) for message in found) else None
+        messages = []
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                messages.append(json.loads(line))
+        return [message for message in messages if isinstance(message, dict)]
 
     def send(self, **message: Any) -> None:
         """Send one message; drop it after a second, or if the connection is closed."""
         with suppress(OSError):
-            self.connection.setblocking(True)
-            self.connection.settimeout(1.0)
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
-        with suppress(OSError):
-            self.connection.setblocking(False)
-
-    def close(self) -> None:
-        """Close the connection."""
-        with suppress(OSError):
-            self.connection.close()
+            self.link.settimeout(1.0)
+            self.link.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Supervisors:
@@ -89,10 +89,10 @@ class Supervisors:
         self.rank = rank
         self.ranks = ranks
         self._selector = selector
-        self.others: list[SupervisorConnection] = []
+        self._connections: list[Connection] = []
         # name of each rank's node, if there are several
         self.hosts = {rank: os.environ.get(HOST, "")}
-        self._token = ""
+        self._token = secrets.token_hex(8)
         self._server: socket.socket | None = None
         # whether all ranks are on this node
         self._local = local_ranks() == ranks
@@ -105,35 +105,52 @@ class Supervisors:
         ``MASTER_ADDR``. The address is in the environment.
         """
         host = "127.0.0.1" if self._local else os.environ.get("MASTER_ADDR", "127.0.0.1")
-        self._token = secrets.token_hex(8)
-        try:
+        with suppress(OSError):
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._server = socket.create_server(address[:2], family=family)
-        except OSError:
-            return
-        os.environ[ADDRESS] = f"{host} {self._server.getsockname()[1]} {self._token}"
-
-    def watch(self) -> None:
-        """Accept connections from now on."""
-        if self._server is not None:
             self._server.setblocking(False)
-            self._selector.register(self._server, selectors.EVENT_READ, self._server)
+            os.environ[ADDRESS] = f"{host} {self._server.getsockname()[1]} {self._token}"
+
+    def watch(self, handle: Callable[[int, dict[str, Any] | None], None]) -> None:
+        """Accept connections from now on.
+
+        ``handle`` gets the rank and the message of another supervisor; None: it is gone.
+        """
+        self._handle = handle
+        if self._server is not None:
+            accept = partial(self._accept, self._server)
+            self._selector.register(self._server, selectors.EVENT_READ, accept)
+
+    def _accept(self, server: socket.socket) -> None:
+        """Accept a connection; close the oldest ones of too many that are not authenticated."""
+        with suppress(OSError):
+            self._added(server.accept()[0])
+        unknown = [peer for peer in self._connections if peer.rank < 0]
+        for peer in unknown[:-_MAX_UNKNOWN]:
+            self._forget(peer)
 
     def connect(self, address: str) -> None:
         """Connect to the supervisor of rank 0 at ``address``: HOST PORT TOKEN."""
         host, port, token = address.split()
         with suppress(OSError):
-            peer = SupervisorConnection(socket.create_connection((host, int(port)), timeout=5.0))
-            peer.rank = 0
+            peer = self._added(socket.create_connection((host, int(port)), timeout=5.0), rank=0)
             peer.send(rank=self.rank, word=token, host=os.environ.get(HOST, ""))
-            self.others.append(peer)
-            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
+
+    def _added(self, link: socket.socket, rank: int = -1) -> Connection:
+        peer = Connection(link, rank)
+        self._connections.append(peer)
+        self._selector.register(link, selectors.EVENT_READ, partial(self._read, peer))
+        return peer
+
+    @property
+    def others(self) -> list[Connection]:
+        """The connections to supervisors that are authenticated."""
+        return [peer for peer in self._connections if peer.rank >= 0]
 
     @property
     def all_connected(self) -> bool:
         """Whether all supervisors that this one talks to are connected."""
-        known = [peer for peer in self.others if peer.rank is not None]
-        return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
+        return len(self.others) == (self.ranks - 1 if self.rank == 0 else 1)
 
     def lost(self, patience: float) -> Cause | None:
         """Return a message if a supervisor on another node was silent for too long."""
@@ -141,7 +158,7 @@ class Supervisors:
             return None
         for peer in self.others:
             silent = time.monotonic() - peer.heard
-            if peer.rank is not None and silent > _LOST * patience:
+            if silent > _LOST * patience:
                 words = (
                     f"rank {peer.rank} does not answer for {silent:.0f} s: its node or the link to "
                     "it is lost"
@@ -169,52 +186,34 @@ class Supervisors:
         """Return "; node NAME" for a rank, if there are several nodes."""
         return f"; node {self.hosts[rank]}" if self.hosts.get(rank) else ""
 
-    def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield received messages as (rank, message).
-
-        The message is None if that rank's connection is closed.
-        """
-        # Accept a new connection; close the oldest ones of too many that are not authenticated.
-        if readable is self._server:
-            assert self._server is not None
-            with suppress(OSError):
-                peer = SupervisorConnection(self._server.accept()[0])
-                self.others.append(peer)
-                self._selector.register(peer.connection, selectors.EVENT_READ, peer)
-            unknown = [peer for peer in self.others if peer.rank is None]
-            for peer in unknown[:-_MAX_UNKNOWN]:
-                self._forget(peer)
-            return
-
-        # Read a connection.
-        assert isinstance(readable, SupervisorConnection)
-        received = readable.messages() if readable in self.others else []
+    def _read(self, peer: Connection) -> None:
+        """Handle what has arrived from another supervisor."""
+        received = peer.received() if peer in self._connections else []
         if received is None:
-            self._forget(readable)
-            if readable.rank is not None:
-                yield readable.rank, None
+            self._forget(peer)
+            if peer.rank >= 0:
+                self._handle(peer.rank, None)
             return
         for message in received:
+            if peer.rank >= 0:
+                self._handle(peer.rank, message)
+                continue
             # The first message must hold the secret token.
-            if readable.rank is None:
-                token = str(message.get("word"))
-                rank = message.get("rank")
-                known = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
-                if not known or not isinstance(rank, int):
-                    self._forget(readable)
-                    return
-                readable.rank = rank
-                self.hosts[rank] = str(message.get("host") or "")
-            else:
-                yield readable.rank, message
+            token = str(message.get("word"))
+            rank = message.get("rank")
+            known = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
+            if not known or not isinstance(rank, int):
+                self._forget(peer)
+                return
+            peer.rank = rank
+            self.hosts[rank] = str(message.get("host") or "")
 
-    def _forget(self, peer: SupervisorConnection) -> None:
-        self._selector.unregister(peer.connection)
-        peer.close()
-        self.others.remove(peer)
+    def _forget(self, peer: Connection) -> None:
+        self._selector.unregister(peer.link)
+        peer.link.close()
+        self._connections.remove(peer)
 
     def send(self, **message: Any) -> None:
         """Send a message to all authenticated supervisors."""
         for peer in self.others:
-            if peer.rank is not None:
-                peer.send(**message)
+            peer.send(**message)

@@ -9,10 +9,9 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, INTERRUPTED, STOPPED
 from oneloop.basics.launcher import HOST, launcher_waits, register_process, report_exit_code
@@ -32,8 +31,6 @@ from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.worker import Worker
 
-__all__ = ["Supervisor", "say"]
-
 _NEVER = float("inf")
 _INTERVAL = 0.25  # seconds between two checks
 _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
@@ -41,11 +38,6 @@ _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 # seconds to exit after this rank or rank 0 has finished: threads and exit handlers of the user
 _OVER = 60.0
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
-
-
-class _StopRequest(NamedTuple):
-    time: float  # time.monotonic()
-    by: str  # the name of the signal, or words
 
 
 class Supervisor:
@@ -61,6 +53,7 @@ class Supervisor:
     def __init__(
         self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None
     ) -> None:
+        self.rank = peers.rank
         self.child = child
         self.peers = peers
         self._selector = selector
@@ -69,7 +62,8 @@ class Supervisor:
 
         # Requests to stop.
         self._signals: list[int] = []  # that have arrived, and are not yet forwarded
-        self._stop_requested: _StopRequest | None = None  # the first one
+        self._stopped_by = ""  # the name of the first signal, or words
+        self._stopped_at = _NEVER  # when it arrived
         self._interrupted_at = _NEVER  # when the first Ctrl-C arrived
         self._orphan = False  # whether the launcher has ended
         self._child_listens = False  # whether the training process handles signals
@@ -100,15 +94,14 @@ class Supervisor:
         register_process()
         signal.signal(signal.SIGCHLD, lambda number, _: None)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        self._selector.register(wake, selectors.EVENT_READ, wake)
-        self._selector.register(self.child.reports, selectors.EVENT_READ, self.child)
-        self.peers.watch()
+        self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 1 << 12))
+        self._selector.register(self.child.connection.link, selectors.EVENT_READ, self._read_child)
+        self.peers.watch(self._from_peer)
 
         # Watch; an error in it must not stop the training.
         try:
             while True:
-                for key, _ in self._selector.select(_INTERVAL):
-                    self._read(key.data)
+                self._wait(_INTERVAL)
                 self._check()
         except Exception:
             traceback.print_exc()
@@ -124,17 +117,14 @@ class Supervisor:
             self._leave(ERROR)
         os._exit(code)  # the training process has reported it to the launcher
 
-    def _read(self, source: Any) -> None:
-        """Read from a source that the selector reported: a wake-up, the process, or a socket."""
-        if isinstance(source, int):
-            with suppress(BlockingIOError):
-                os.read(source, 1 << 12)
-        elif source is self.child:
-            for message in self.child.messages():
-                self._from_child(message)
-        else:
-            for rank, message in self.peers.read(source):
-                self._from_peer(rank, message)
+    def _wait(self, seconds: float) -> None:
+        """Wait for signals, messages and connections, and handle them."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def _read_child(self) -> None:
+        for message in self.child.messages():
+            self._from_child(message)
 
     def _from_child(self, message: dict[str, Any]) -> None:
         """Handle a message of the training process."""
@@ -143,21 +133,21 @@ class Supervisor:
                 self._child_listens = True
             case {"folder": folder}:
                 self._folder = Path(folder) if folder else None  # None: it was moved
-            case {"watched_at": str() as address} if self.peers.rank != 0:
+            case {"watched_at": str() as address} if self.rank != 0:
                 self.peers.connect(address)
             case {"ended": code}:
                 self._reported_code = code
                 self._finished_at = time.monotonic()
-                self.watch.ended(self.peers.rank)
+                self.watch.ended.add(self.rank)
                 self.peers.send(ended=code)
             case {"fault": fault}:
-                self._add_cause(Cause(self.child.rank, **fault))
+                self._add_cause(Cause(self.rank, **fault))
 
     def _from_peer(self, rank: int, message: dict[str, Any] | None) -> None:
         """Handle a message of another supervisor; None: its connection was closed."""
         match message:
             case None:
-                if self._reported_code is None and not self.watch.has_ended(rank):
+                if self._reported_code is None and rank not in self.watch.ended:
                     words = f"rank {rank} and its supervisor process were killed"
                     self._add_cause(Cause(rank, words, follows=True))
             case {"host": str() as host}:
@@ -165,7 +155,7 @@ class Supervisor:
             case {"status": status}:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
-                self.watch.ended(rank)
+                self.watch.ended.add(rank)
                 if rank == 0:
                     self._finished_at = time.monotonic()
                 # If other ranks do not report the same soon, only that rank found it.
@@ -195,7 +185,7 @@ class Supervisor:
             self.peers.reset_timers(stopped_for=now - self._last_check)
         self._last_check = now
         if self._causes and self.peers.gave_this_up:
-            say(f"rank {self.child.rank} was stopped, and the other nodes ended without it")
+            say(f"rank {self.rank} was stopped, and the other nodes ended without it")
             self._leave(ERROR)
 
         # Forward signals, and stop if the launcher has ended.
@@ -204,26 +194,25 @@ class Supervisor:
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
             # the other nodes go on without this one
-            if HOST in os.environ and self._stop_requested is None:
-                words = f"the launcher of rank {self.child.rank} was killed"
-                self._add_cause(Cause(self.child.rank, words))
+            if HOST in os.environ and not self._stopped_by:
+                words = f"the launcher of rank {self.rank} was killed"
+                self._add_cause(Cause(self.rank, words))
             else:
                 self._forward(signal.SIGTERM, by="its launcher, which has gone")
 
         # The end of the training process; read its last messages first.
         if not self.child.alive():
-            self._read(self.child)
+            self._read_child()
             self._child_ended()
-        if self._stop_requested is not None:
-            self._check_stop(now - self._stop_requested.time)
+        self._check_stop(now - self._stopped_at)
         self._check_exit(now)
 
         # Find hangs, and lost ranks.
         self._exchange_status(now)
-        lost = self.peers.lost(self.child.patience or _NEVER)
+        lost = self.peers.lost(self.child.patience)
         if lost is not None and not self._causes and not self.watch.named:
             self._add_cause(lost)
-        if self.peers.rank == 0 and not self._causes:
+        if self.rank == 0 and not self._causes:
             cause = self.watch.look(self._ask_for_stacks)
             if cause is not None:
                 self._causes = [cause]
@@ -248,7 +237,7 @@ class Supervisor:
             self.watch.update(status)
         if now - self._last_sent > TICK:
             self._last_sent = now
-            if status is not None and self.peers.rank != 0:
+            if status is not None and self.rank != 0:
                 self.peers.send(status=asdict(status))
             else:
                 self.peers.send(host=os.environ.get(HOST, ""))
@@ -271,8 +260,9 @@ class Supervisor:
             self._stop_early()
 
     def _request_stop(self, by: str) -> None:
-        if self._stop_requested is None:
-            self._stop_requested = _StopRequest(time.monotonic(), by)
+        if not self._stopped_by:
+            self._stopped_by = by
+            self._stopped_at = time.monotonic()
 
     def _check_stop(self, since: float) -> None:
         """End a run that does not stop; ``since``: seconds since the request."""
@@ -280,34 +270,32 @@ class Supervisor:
             self._stop_early()
         if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
             words = (
-                f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
+                f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
                 "enough to save"
             )
-            self._add_cause(Cause(self.child.rank, words))
-            if self.peers.rank == 0:
+            self._add_cause(Cause(self.rank, words))
+            if self.rank == 0:
                 self._end_with_error()
 
     def _check_exit(self, now: float) -> None:
         """Kill this rank if it does not exit after it, or rank 0, has finished."""
-        patience = self.child.patience or _NEVER
-        if now - self._finished_at <= patience * _OVER:
+        if now - self._finished_at <= self.child.patience * _OVER:
             return
         if self._reported_code is not None:
             say(
-                f"rank {self.child.rank} has finished but does not exit (a thread or an exit "
+                f"rank {self.rank} has finished but does not exit (a thread or an exit "
                 "handler); killing it"
             )
             self._leave(self._reported_code)
         if not self._causes:
-            words = f"rank {self.child.rank} hangs, and rank 0 has ended"
-            self._add_cause(Cause(self.child.rank, words))
+            words = f"rank {self.rank} hangs, and rank 0 has ended"
+            self._add_cause(Cause(self.rank, words))
 
     def _stop_early(self) -> NoReturn:
         """End a run that was stopped before it began."""
-        assert self._stop_requested is not None
         self.child.kill()
-        if self.peers.rank == 0:
-            say(stopped_early(self._stop_requested.by))
+        if self.rank == 0:
+            say(stopped_early(self._stopped_by))
         self.peers.send(end=STOPPED)
         self._leave(STOPPED)
 
@@ -328,10 +316,9 @@ class Supervisor:
             self._stop_early()
 
         # It has crashed; another rank's report may come first.
-        if not any(cause.rank == self.child.rank for cause in self._causes):
-            stopped_by = self._stop_requested.by if self._stop_requested is not None else None
-            words = describe_exit(self.child.rank, code, stopped_by=stopped_by)
-            self._add_cause(Cause(self.child.rank, words))
+        if not any(cause.rank == self.rank for cause in self._causes):
+            words = describe_exit(self.rank, code, stopped_by=self._stopped_by)
+            self._add_cause(Cause(self.rank, words))
 
     def _add_cause(self, cause: Cause) -> None:
         """Add a cause for the end of the run.
@@ -339,7 +326,7 @@ class Supervisor:
         Rank 0 gets all causes, and decides which was first.
         """
         self._causes.append(cause)
-        reports = self.peers.rank != 0 and self.peers.all_connected
+        reports = self.rank != 0 and self.peers.all_connected
         if reports:
             self.peers.send(cause=asdict(cause))
 
@@ -354,14 +341,13 @@ class Supervisor:
         # Ask the other ranks, and this one meanwhile.
         self._hangs = wake
         self.peers.send(dump=wake)
-        self._stacks[self.peers.rank] = self.child.stacks(wake=wake)
-        self._missing_stacks = {peer.rank for peer in self.peers.others if peer.rank is not None}
+        self._stacks[self.rank] = self.child.stacks(wake=wake)
+        self._missing_stacks = {peer.rank for peer in self.peers.others}
 
         # Wait for the others.
         until = time.monotonic() + 2.0
         while self._missing_stacks and time.monotonic() < until:
-            for key, _ in self._selector.select(0.1):
-                self._read(key.data)
+            self._wait(0.1)
         if self._folder is not None:
             write_stacks(self._folder, self._stacks)
         self._last_check = time.monotonic()  # not stopped
@@ -373,12 +359,12 @@ class Supervisor:
         cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
 
         # Rank 0 reports for all, if it can.
-        alone = self.peers.rank == 0 or not self.peers.all_connected or cause.rank == 0
+        alone = self.rank == 0 or not self.peers.all_connected or cause.rank == 0
         self.peers.send(end=ERROR)
         self.child.kill()
 
         # Write the summary first, and last the page, which takes longer.
-        folder = self._folder if alone and not self.watch.has_ended(0) else None
+        folder = self._folder if alone and 0 not in self.watch.ended else None
         if folder is not None:
             write_summary(folder, cause.summary)
         if alone:

@@ -35,7 +35,7 @@ from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import AgentTask, accelerate_variables
 from oneloop.launch.launched import end_early
 from oneloop.launch.nodes import Nodes, address_towards
-from oneloop.supervise.supervisor import say
+from oneloop.supervise.crash_report import say
 from oneloop.tools.elastic.agent import Agent
 from oneloop.tools.elastic.clocks import show_clock
 from oneloop.tools.elastic.rendezvous import (

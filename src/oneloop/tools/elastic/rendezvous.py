@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.launch.nodes import Nodes, is_here
-from oneloop.supervise.supervisor import say
+from oneloop.supervise.crash_report import say
 from oneloop.tools.elastic.bounded_store import BoundedStore, answered
 from oneloop.tools.elastic.signed_backend import (
     SECRET,
