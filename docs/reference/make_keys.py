@@ -1,10 +1,12 @@
 """Write keys.md, the page of all keys, from the schema: ``python docs/reference/make_keys.py``."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from oneloop.recipe.key_parser import parser
 
+PACKAGED_KEYS = Path(__file__).parents[2] / "src" / "oneloop" / "recipe" / "packaged_keys.json"
 PAGE = Path(__file__).with_name("keys.md")
 TASKS = (
     "image_classification",
@@ -18,8 +20,8 @@ TASKS = (
     "token_classification",
 )
 TASKS += ("text_pairs", "preference", "distil")
-OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
-SCHEDULES = ("cosine", "linear", "wsd", "step", "exponential", "onecycle", "constant", "plateau")
+OPTIMIZERS = ("adamw", "sgd", "muon")
+SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
 
 Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share \
@@ -90,5 +92,20 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def packaged_keys() -> str:
+    """Return the keys of each task, optimizer and schedule as JSON, for a check without imports."""
+    keys = {
+        group: {
+            choice: sorted(
+                key for key, *_ in rows(**{group: choice}) if key.startswith(f"{group}.")
+            )
+            for choice in choices
+        }
+        for group, choices in CHOICES.items()
+    }
+    return json.dumps(keys, indent=0) + "\n"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    PACKAGED_KEYS.write_text(packaged_keys())

@@ -16,7 +16,7 @@ from torch import nn
 
 from oneloop.job.model import in_dtype
 from oneloop.optim.optimizers import adamw, build, set_lr
-from oneloop.recipe.key_rules import wanted
+from oneloop.recipe.key_rules import described
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
 from oneloop.tasks.rows.find_files import found
@@ -626,6 +626,6 @@ def test_help_shows_the_docstring_of_a_class(tmp_path):
 def test_what_a_key_takes_in_words():
     from typing import Literal
 
-    assert wanted(int | Literal["auto"] | None) == "a whole number (int), auto or null"
-    assert wanted(tuple[float, float]) == "2 values ([a,b]), each a number (float)"
-    assert wanted(list[str]) == "a list ([a,b]), each text" and wanted(object) == ""
+    assert described(int | Literal["auto"] | None) == "a whole number (int) or {auto} or null"
+    assert described(tuple[float, float]) == "[a number (float),a number (float)]"
+    assert described(list[str]) == "[text,…]" and described(object) == ""

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.job.unfit_models",
     "oneloop.loop.start_lines",
     "oneloop.optim.optimizers",
-    "oneloop.recipe.expected",
     "oneloop.run.compatibility",
     "oneloop.task_protocol.user_code",
 )

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from oneloop.recipe.class_paths import resolve
-from oneloop.recipe.key_parser import parser
+from oneloop.recipe.key_parser import parser, types_of
 from oneloop.recipe.key_rules import NEEDS
 from worlds import CONFIGS, ROOT, run, train
 
@@ -154,8 +154,7 @@ UNREAD = {"task.download": "a flag of torchvision's constructors"}
 def keys_of(
     task: str = "image_classification", optimizer: str = "adamw", schedule: str = "cosine"
 ) -> set[str]:
-    made = parser(task, optimizer, schedule)
-    return {action.dest for action in made._actions if action.dest != "help"}
+    return set(types_of(parser(task, optimizer, schedule)))
 
 
 def test_the_tables_hold_every_key():
@@ -314,4 +313,5 @@ def test_the_page_of_all_keys_is_what_the_schema_states():
 
     page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))
     assert page["PAGE"].read_text() == page["page"](), "run python docs/reference/make_keys.py"
+    assert page["PACKAGED_KEYS"].read_text() == page["packaged_keys"]()
     assert len(page["page"]().splitlines()) <= 240

@@ -530,9 +530,6 @@ TINY = ["--task", "tiny.Ragged"]
     ("words", "extends"),
     [
         ("--schedule.name constant", True),
-        ("--schedule.name step --schedule.every 10", True),
-        ("--schedule.name step --schedule.every 30%", False),
-        ("--schedule.name step --schedule.milestones [10]", True),
         (f"--schedule.name {TORCH}.StepLR --schedule.step_size 10", True),
         (f"--schedule.name {TORCH}.MultiStepLR --schedule.milestones [30%]", False),
         (f"--schedule.name {TORCH}.OneCycleLR", False),

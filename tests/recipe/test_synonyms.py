@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import fields
 
 import pytest
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.recipe.class_paths import arguments
-from oneloop.recipe.expected import OPTIONS
-from oneloop.recipe.key_parser import common_parser, parser
+from oneloop.recipe.class_paths import only_task
+from oneloop.recipe.key_parser import parser
 from oneloop.recipe.parse import check_keys, read, recipe
+from oneloop.recipe.read import find_recipe
 from oneloop.recipe.synonyms import suggestion
-from oneloop.recipe.training_keys import TaskConfig
 
 pytestmark = pytest.mark.covers(
     "oneloop.cli",
@@ -109,17 +107,6 @@ def test_a_key_that_the_task_lacks_is_not_suggested():
     )
 
 
-@pytest.mark.parametrize("group", OPTIONS)
-def test_the_options_known_without_an_import_are_those_of_the_packaged_ones(group):
-    plain = {"task": "image_classification", "optimizer": "adamw", "schedule": "cosine"}
-    without = {action.dest for action in common_parser()._actions}
-    for name, options in OPTIONS[group].items():
-        found = {action.dest for action in parser(**plain | {group: name})._actions} - without
-        assert {key for key in found if key.startswith(f"{group}.")} == {
-            f"{group}.{option}" for option in options
-        }
-
-
 REJECTED = {
     "--learning_rate 3": "unknown key 'learning_rate'; did you mean 'optimizer.lr'?",
     "--optimizer.beta 3": "unknown key 'optimizer.beta'; did you mean 'optimizer.betas'?",
@@ -168,60 +155,29 @@ def test_a_wrong_key_is_rejected_without_torch_and_accelerate(words, tmp_path):
             assert done.returncode == 0 and REJECTED[words] in done.stderr, done.stderr
 
 
-PACKAGED = (
-    "image_classification",
-    "causal_lm",
-    "masked_lm",
-    "sft",
-    "reward",
-    "text_classification",
-    "text_regression",
-    "token_classification",
-)
+def test_a_wrong_key_of_a_packaged_choice_is_known_without_an_import():
+    for words in ("sft --task.lora.nothing 1", "digits --optimizer sgd --optimizer.betas 1"):
+        with pytest.raises(BadInput, match=r"unknown key '(task.lora.nothing|optimizer.betas)'"):
+            check_keys(words.split())
 
 
-@pytest.mark.parametrize("task", PACKAGED)
-def test_the_arguments_of_packaged_tasks_are_known_without_an_import(task):
-    keys = {
-        action.dest.split(".")[1]
-        for action in parser(task, "adamw", "cosine")._actions
-        if "task." in action.dest
-    }
-    common = {field.name for field in fields(TaskConfig)}
-    assert keys - common <= (arguments(task) or set())
-    with pytest.raises(BadInput, match=r"unknown key 'task.nothing'"):
-        check_keys(["--task", task, "--task.nothing", "1"])
+def test_the_keys_of_an_own_task_wait_for_its_import(tmp_path):
+    (tmp_path / "own.py").write_text("raise ValueError('imported')\n")
+    own = f"{tmp_path / 'own.py'}:Own"
+    check_keys([own, "--task.widths", "2", "--mixup", "1", "--batch.size", "8"])
+    for words in ("--batch.siez 3", "--optimizer.beta 3", "--batch.size many"):
+        with pytest.raises(BadInput, match=words.split()[0][2:]):
+            check_keys([own, *words.split()])
 
 
-OWN = {
-    "own.py": "class Own:\n    def __init__(self, width: int = 3, *, lora: dict = {}): ...\n",
-    "open.py": "class Own:\n    def __init__(self, width: int = 3, **more): ...\n",
-    "inherits.py": "from oneloop.tasks.sft import SFT\nclass Own(SFT):\n    pass\n",
-    "broken.py": "class Own:\n    def __init__(\n",
-}
-
-
-def test_the_arguments_of_own_tasks_are_read_from_their_file(tmp_path):
-    for name, text in OWN.items():
-        (tmp_path / name).write_text(text)
-    for name in OWN:
-        check_keys([f"{tmp_path / name}:Own", "--task.width", "2", "--task.lora.inside", "2"])
-    with pytest.raises(BadInput, match=r"unknown key 'task.widths'; did you mean 'task.width'"):
-        check_keys([f"{tmp_path / 'own.py'}:Own", "--task.widths", "2"])
-    for name in list(OWN)[1:]:  # only the imported task can tell
-        check_keys([f"{tmp_path / name}:Own", "--task.widths", "2"])
-
-
-def test_right_keys_pass_and_keys_inside_an_argument_wait_for_the_task():
+def test_right_keys_pass():
     for words in (
         "--batch.size 32",
-        "--optimizer muon --optimizer.iterations 3",
+        "--optimizer muon --optimizer.momentum 0.9",
         "--schedule wsd --schedule.decay 5%",
     ):
         check_keys(["digits", *words.split()])
-    check_keys(["sft", "--task.lora.nothing", "1"])  # only the task can tell
-    with pytest.raises(BadInput, match=r"unknown key 'task.lora.nothing'"):
-        read(["sft", "--task.lora.nothing", "1"])
+    check_keys(["sft", "--task.lora.rank", "1"])
 
 
 FILES = {
@@ -235,11 +191,11 @@ FILES = {
     "derived.py": ("from oneloop.tasks.sft import SFT\nclass Mine(SFT): pass\n", "derived.py:Mine"),
     "two.py": (
         "class A:\n    def model(self): ...\n    def loss(self, m, b): ...\nclass B(A): pass\n",
-        r"'two.py' has 2 tasks \(A, B\); name the class: two.py:A",
+        r"'own_two.py' has 2 tasks \(A, B\); name the class: own_two.py:A",
     ),
     "none.py": (
         "class Net: pass\n",
-        r"no class with model\(\) and loss\(\) or batch_loss\(\); name the class: none.py:MyTask",
+        r"no class with model\(\) and loss\(\) or batch_loss\(\); name the class: own_none.py",
     ),
     "whole_batch.py": (
         (
@@ -257,15 +213,15 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_with_one_task_needs_no_name(tmp_path, monkeypatch, name):
-    from oneloop.recipe.read import find_recipe
-
     monkeypatch.chdir(tmp_path)
+    file = f"own_{name}"  # a module's name must be free
     text, expected = FILES[name]
-    (tmp_path / name).write_text(text)
+    (tmp_path / file).write_text(text)
+    typed: dict[str, str] = {}
+    assert find_recipe(file, typed) == (file.removesuffix(".py"), {})
+    assert typed == {"task.name": f"{file}:"}
     if len(expected) > 20:
         with pytest.raises(BadInput, match=expected):
-            find_recipe(name, {})
+            only_task(f"{file}:")
         return
-    for given in ({}, {"task.name": name}):
-        assert find_recipe(None if given else name, given) == (name.removesuffix(".py"), {})
-        assert given == {"task.name": expected}
+    assert only_task(f"{file}:") == f"own_{expected}"

@@ -475,11 +475,11 @@ def test_recipes_from_python():
 
     rejected = {
         "cannot be found by its name": {"task": Hidden},
-        "now refers to a different object than": {"task": other},
+        "so a resume could not find it": {"task": other},
         "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
         r"batch.size is given \{3\}": {"source": "digits", "batch": {"size": {3}}},
         "is a group of keys: give it a dict": {"source": "digits", "batch": 64},
-        "needs a value": {"source": "digits", "batch": {"size": None}},
+        "batch.size must be a whole number": {"source": "digits", "batch": {"size": None}},
         "changed after it was read": {"source": replace(made, seed=3)},
         "no recipe given": {},
         "cannot be read": {"source": "not_here.yaml"},

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.launch.signals",
     "oneloop.optim.bad_step_guard",
     "oneloop.recipe.class_paths",
-    "oneloop.recipe.expected",
     "oneloop.tasks.template",
 )
 

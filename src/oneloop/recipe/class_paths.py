@@ -1,10 +1,9 @@
 """Resolve short names and class paths to classes and functions."""
 
-import ast
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module, reload
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,14 +13,27 @@ from typing import Any
 from oneloop.basics import houses
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.recipe.expected import EXPECTED, MISFITS, OPTIONS
+from oneloop.recipe.synonyms import instead, suggestion
 
+_OPTIMIZERS = ("adamw", "sgd", "muon")
+_SCHEDULES = ("constant", "linear", "cosine", "wsd", "plateau")
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in houses.TASKS.items()},
-    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in OPTIONS["optimizer"]},
-    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in OPTIONS["schedule"]},
+    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in _OPTIMIZERS},
+    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in _SCHEDULES},
 }
+EXPECTED = {
+    "task": "a class with the members of oneloop.task_protocol.protocol.Task",
+    "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
+    "schedule": "a function (step, total) -> factor, a class of torch.optim.lr_scheduler, or a "
+    "function (optimizer, …) that returns one",
+}
+_PARENTS = {
+    "optimizer": "torch.optim.optimizer.Optimizer",
+    "schedule": "torch.optim.lr_scheduler.LRScheduler",
+}
+_MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # of a task
 
 _IMPORTING: list[str] = []  # modules and files that are being imported
 _IMPORTED_FILES: dict[Path, tuple[int, int]] = {}  # mtime and size of imported files
@@ -38,15 +50,36 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         BadInput: there is none, or it is of another kind.
     """
     path, attribute = _split(group, name)
+    module = _imported(group, name, path)
+    if not hasattr(module, attribute):
+        if path == "__main__":
+            raise BadInput(
+                f"{group}.name {name!r} was defined in a notebook, and is gone; put it into a "
+                f"file, and name that: my_file.py:{attribute} (of a run that has ended: --task "
+                f"my_file.py:{attribute})"
+            )
+        defined = ", ".join(_defined_in(module)[:8])
+        raise BadInput(
+            f"{group}.name {name!r}: {path!r} has no {attribute!r}; it has {defined or 'no class'}"
+        )
+
+    # A name can lead to any object.
+    chosen = getattr(module, attribute)
+    if name not in CHOICES[group]:
+        _reject_misfit(group, name, chosen)
+    return chosen  # type: ignore[no-any-return]
+
+
+def _imported(group: str, name: str, path: str) -> ModuleType:
+    """Import a file or module. Each error says what the user can do."""
     if path.startswith("oneloop.tasks."):
         houses.module_of("a packaged task")
-
-    # Import the file or module. Each error says what the user can do.
+    _IMPORTING.append(path)
     try:
-        with _importing(path):
-            if ":" not in name:
-                _add_current_folder()
-            module = module_of(Path(path)) if ":" in name else import_module(path)
+        if path.endswith(".py"):
+            return module_of(Path(path))
+        _add_current_folder()
+        return import_module(path)
     except ModuleNotFoundError as error:
         raise BadInput(
             f"{group}.name {name!r} needs the module {error.name or str(error)!r}, which is not "
@@ -54,8 +87,6 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             f"{how_to_install(error)}"
         ) from error
     except BadInput as error:
-        if ":" not in name:
-            raise BadInput(str(error)) from error
         raise BadInput(f"{group}.name {name!r}: {error}") from error
     except SystemExit:
         raise BadInput(
@@ -66,32 +97,48 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         raise BadInput(
             f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}"
         ) from error
-
-    if not hasattr(module, attribute):
-        if path == "__main__":
-            raise BadInput(
-                f"{group}.name {name!r} was defined in a notebook, and is gone; put it into a "
-                f"file, and name that: my_file.py:{attribute} (of a run that has ended: --task "
-                f"my_file.py:{attribute})"
-            )
-        raise BadInput(f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}")
-
-    # A name can lead to any object.
-    chosen = getattr(module, attribute)
-    if name not in CHOICES[group]:
-        wrong = MISFITS[group](chosen)
-        if wrong:
-            raise BadInput(f"{group}.name {name!r} {wrong}; expected {EXPECTED[group]}")
-    return chosen  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _importing(path: str) -> Iterator[None]:
-    _IMPORTING.append(path)
-    try:
-        yield
     finally:
         _IMPORTING.pop()
+
+
+def _defined_in(module: ModuleType) -> list[str]:
+    """Return the names of what a module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+    ]
+
+
+def _reject_misfit(group: str, name: str, chosen: Any) -> None:
+    """Raise BadInput if an object cannot be the task, optimizer or schedule, before it is called.
+
+    Classes are compared by name, since this package does not import torch.
+    """
+    parents = [f"{kind.__module__}.{kind.__name__}" for kind in getattr(chosen, "__mro__", ())]
+    arguments = inspect.signature(chosen).parameters if inspect.isfunction(chosen) else {}
+    fits = {"params", "lr"} <= arguments.keys()
+    if group == "schedule":
+        required = [one for one in arguments.values() if one.default is one.empty]
+        fits = "optimizer" in arguments or len(required) == 2
+    wrong = ""
+    if group == "task":
+        lacks = [member for member in _MEMBERS if not callable(getattr(chosen, member, None))]
+        if not parents:
+            wrong = f"is a {type(chosen).__name__}, not a class"
+        elif len(lacks) > 3:  # later checks name fewer missing members
+            wrong = f"is a class that lacks {', '.join(lacks)}"
+    elif parents:
+        if _PARENTS[group] not in parents:
+            wrong = f"is a class, but not a {_PARENTS[group]}"
+        elif "torch.optim.lr_scheduler.ReduceLROnPlateau" in parents:
+            wrong = "needs results of evaluations; use schedule.name plateau"
+    elif not arguments:
+        wrong = f"is a {type(chosen).__name__}, neither a class nor a function of arguments"
+    elif not fits:
+        wrong = f"is a function of ({', '.join(arguments)})"
+    if wrong:
+        raise BadInput(f"{group}.name {name!r} {wrong}; expected {EXPECTED[group]}")
 
 
 def reject_while_importing() -> None:
@@ -140,8 +187,6 @@ def _split(group: str, name: str) -> tuple[str, str]:
     # A short name, or a module and a name in it.
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
-        from oneloop.recipe.synonyms import instead, suggestion
-
         if sentence := instead(f"{group}.{name}"):
             raise BadInput(f"{group}.name {name!r} is unknown: {sentence}")
         raise BadInput(
@@ -156,110 +201,29 @@ def _split(group: str, name: str) -> tuple[str, str]:
 
 
 def only_task(file: str) -> str:
-    """Return ``file.py:Name`` for the only task of a file, which is not imported.
+    """Return ``file.py:Name`` for the only task of a file, which is imported.
 
-    A task is a class that defines ``model``, and ``loss`` or ``batch_loss``, itself or in a base
-    class: of the file or of oneloop.tasks. Raise BadInput for none or several.
+    A task is a class of the file that has ``model``, and ``loss`` or ``batch_loss``. Raise BadInput
+    for none or several.
     """
-    # Read the file. It is imported later, and only if it is chosen.
     file = file.removesuffix(":")
-    tree = _read(Path(file))
-
-    # Find the members of each class: those of its base classes, and its own.
-    packaged = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("oneloop.tasks."):
-            packaged |= {alias.asname or alias.name for alias in node.names}
-    packaged.discard("Task")
-    members = {name: {"model", "loss"} for name in packaged}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            own = set()
-            for one in node.body:
-                if isinstance(one, ast.FunctionDef):
-                    own.add(one.name)
-                elif isinstance(one, ast.Assign):  # loss = a function
-                    own |= set(map(ast.unparse, one.targets))
-            for base in node.bases:
-                own |= members.get(ast.unparse(base), set())
-            members[node.name] = own
-
-    # Choose the classes that have a model and a loss.
+    path, _ = _split("task", f"{file}:Name")
+    module = _imported("task", file, path)
     names = []
-    for name, own in members.items():
-        if name not in packaged and "model" in own and own & {"loss", "batch_loss"}:
+    for name in _defined_in(module):
+        kind = getattr(module, name)
+        has_loss = hasattr(kind, "loss") or hasattr(kind, "batch_loss")
+        if isinstance(kind, type) and hasattr(kind, "model") and has_loss:
             names.append(name)
     if len(names) != 1:
-        found = "no class with model() and loss() or batch_loss()"
+        classes = "no class with model() and loss() or batch_loss()"
         if names:
-            found = f"{len(names)} tasks ({', '.join(names)})"
-        example = [*names, "MyTask"][0]
+            classes = f"{len(names)} tasks ({', '.join(names)})"
         raise BadInput(
-            f"expected one task in the file that task.name gives: {file!r} has {found}; name the "
-            f"class: {file}:{example}"
+            f"expected one task in the file that task.name gives: {file!r} has {classes}; name the "
+            f"class: {file}:{[*names, 'MyTask'][0]}"
         )
     return f"{file}:{names[0]}"
-
-
-def _read(file: Path) -> ast.Module:
-    try:
-        return ast.parse(file.expanduser().read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise BadInput(f"task.name {str(file)!r} cannot be read: {reason}") from error
-
-
-def arguments(task: str) -> set[str] | None:
-    """Return the names of a task's arguments, and maybe more, without an import.
-
-    Return None if its file does not show them.
-    """
-    module, name = _split("task", task)
-    packaged = module.startswith("oneloop.tasks.")
-
-    # Read the file. A module of the user's would have to be imported to find its file.
-    if packaged:
-        file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
-    elif ":" in task:
-        file = Path(module)
-    else:
-        return None
-    try:
-        tree = _read(file)
-    except BadInput:
-        return None
-
-    # Take the arguments of __init__.
-    for kind, start in _constructors(tree, name):
-        found = {one.arg for one in (*start.args.args[1:], *start.args.kwonlyargs)}
-        if not start.args.kwarg:
-            return found
-        if not packaged:
-            return None
-        # The base classes get the other arguments.
-        for base in map(ast.unparse, kind.bases):
-            found |= arguments(f"{_imported_from(tree, base)}.{base}") or set()
-        return found
-    return None
-
-
-def _constructors(tree: ast.Module, name: str) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
-    """Yield the class of this name, and its ``__init__``, if it has one."""
-    for kind in tree.body:
-        if isinstance(kind, ast.ClassDef) and kind.name == name:
-            for member in kind.body:
-                if isinstance(member, ast.FunctionDef) and member.name == "__init__":
-                    yield kind, member
-
-
-def _imported_from(tree: ast.Module, name: str) -> str | None:
-    """Return the module from which a file imports a name. Raise KeyError if it does not."""
-    imported = {}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            for one in node.names:
-                imported[one.name] = node.module
-    return imported[name]
 
 
 def source(group: str, name: str) -> Path | None:
@@ -292,14 +256,10 @@ def path_of(chosen: Any) -> str:
         raise BadInput(
             f"{chosen!r} cannot be found by its name; define it outside of any function or class"
         )
-    if not hasattr(sys.modules.get(module), name):
+    if getattr(sys.modules.get(module), name, None) is not chosen:
         raise BadInput(
-            f"{module!r} has no {name!r}, so a resume could not find {chosen!r}; assign the class "
-            f"to this name there: {name} = …"
-        )
-    if getattr(sys.modules.get(module), name) is not chosen:
-        raise BadInput(
-            f"{module}.{name} now refers to a different object than {chosen!r}; rename your class"
+            f"{module}.{name} is not {chosen!r}, so a resume could not find it; assign the class "
+            f"to this name, or rename it"
         )
     if module != "__main__":
         return f"{module}.{name}"
@@ -311,23 +271,6 @@ def path_of(chosen: Any) -> str:
         return f"{spec.name}.{name}"
     file = getattr(main, "__file__", None)
     return f"{file}:{name}" if file else f"{module}.{name}"
-
-
-def from_there(name: str, recorded: Path) -> str:
-    """Return a name by which :func:`resolve` finds a class of an earlier run.
-
-    Args:
-        name: by which that run found it.
-        recorded: the file of the class at that time, which may not exist any more.
-    """
-    if not recorded.is_file() or recorded.suffix != ".py":
-        return name
-    if ":" in name:
-        return f"{recorded}:{name.rpartition(':')[2]}"
-    root = str(recorded.parent.parent if recorded.name == "__init__.py" else recorded.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    return name
 
 
 def module_of(file: Path) -> ModuleType:
@@ -375,12 +318,3 @@ def _add_current_folder() -> None:
     """Make modules of the current folder importable, as ``python -m`` does."""
     if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
         sys.path.append(os.getcwd())
-
-
-def _has(module: ModuleType) -> str:
-    own = [
-        name
-        for name, value in vars(module).items()
-        if getattr(value, "__module__", None) == module.__name__
-    ]
-    return f"; it has {', '.join(own[:8])}" if own else ""

@@ -4,11 +4,12 @@ They include the arguments of the chosen task, optimizer and schedule.
 """
 
 from argparse import SUPPRESS, Action
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
-from functools import cache
+from functools import cache, lru_cache
 from inspect import signature
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -18,7 +19,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import CHOICES, resolve
 from oneloop.recipe.key_rules import shown
 from oneloop.recipe.read import packaged
-from oneloop.recipe.schema import GROUPS
+from oneloop.recipe.schema import GROUPS, Recipe
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -57,7 +58,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
-    """Return the parser of all keys. That of packaged names is built once per process.
+    """Return the parser of all keys. That of the same classes is built once per process.
 
     Args:
         task: the name of the chosen task.
@@ -65,50 +66,24 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
         schedule: the name of the chosen schedule.
     """
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
-    known = all(name in CHOICES[group] for group, name in chosen.items())
-    build = _with_options_once if known else _with_options
-    return _without_completion(build(task, optimizer, schedule))
-
-
-def common_parser() -> ArgumentParser:
-    """Return the parser of the keys that every recipe has, without an import of torch."""
-    return _without_completion(_common())
-
-
-def _without_completion(made: ArgumentParser) -> ArgumentParser:
-    # each parse adds it
-    made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]
-    return made
+    return _with_options(*[(group, name, resolve(group, name)) for group, name in chosen.items()])
 
 
 @cache
-def _common() -> ArgumentParser:
+def common_parser() -> ArgumentParser:
+    """Return the parser of the keys that every recipe has, without an import of torch."""
     made = ArgumentParser(
         prog="oneloop.train",
         usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m "
         "oneloop.train RECIPE …)",
+        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
+        "YAML file, or a task of your own (my_task.py:MyTask). Keys of the chosen task, optimizer "
+        "and schedule are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,
     )
-
-    # Add the keys without a group.
-    made.add_argument("--seed", type=int, default=0, help="seed of everything random")
-    made.add_argument(
-        "--duration",
-        type=Duration,
-        default=Duration("10ep"),
-        help="length of training: steps (500), '20ep', '1M samples', '2B tokens'",
-    )
-    made.add_argument(
-        "--track",
-        type=list[str],
-        default=["tensorboard"],
-        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, "
-        "mlflow, … ('none': none)",
-    )
-
-    # Add the groups.
+    made.add_class_arguments(Recipe, skip={"name", "resolved", *GROUPS}, as_group=False)
     for name, group in GROUPS.items():
         section = made.add_argument_group(name)
         if name == "init":  # a field cannot have the name "from"
@@ -123,58 +98,71 @@ def _common() -> ArgumentParser:
     return made
 
 
-def _with_options(task: str, optimizer: str, schedule: str) -> ArgumentParser:
+@lru_cache(32)
+def _with_options(*chosen: tuple[str, str, Any]) -> ArgumentParser:
+    """Return the parser of all keys.
+
+    Args:
+        chosen: the group, name and class or function of task, optimizer and schedule.
+    """
     # A copy takes a hundredth of the time that the common keys take.
-    made = deepcopy(_without_completion(_common()))
-    made.description = (
-        f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
-        "YAML file, or a task of your own (my_task.py:MyTask). Keys of the chosen task "
-        f"({task}), optimizer ({optimizer}) and schedule ({schedule}) are included."
-    )
+    made = deepcopy(common_parser())
+    sections = {section.title: section for section in made._action_groups}
+    for group, name, target in chosen:
+        _add_options(made, sections[group], group, name, target)
 
-    # Each group also lists the options of what is chosen. Those of a dataclass are a section, which
-    # comes next in the help.
-    for group, name in (("task", task), ("optimizer", optimizer), ("schedule", schedule)):
-        common = list(made._action_groups)
-        titles = [section.title for section in common]
-        place = titles.index(group)
-        _add_options(made, common[place], group, name)
-        added = made._action_groups[len(common) :]
-        made._action_groups = [*common[: place + 1], *added, *common[place + 1 :]]
-
-    # Show each value as its type.
-    for action in made._actions:
-        if kind := getattr(action, "_typehint", None) or action.type:
+    # Show each value as its type. jsonargparse also adds an option for help on each class.
+    for action in [*made._actions]:
+        if action.dest.endswith(".help"):
+            action.container._remove_action(action)  # type: ignore[attr-defined]
+        elif kind := getattr(action, "_typehint", None) or action.type:
             action.metavar = shown(kind)
     return made
 
 
-def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) -> None:
+def types_of(made: ArgumentParser) -> dict[str, Any]:
+    """Return the types of all keys of a parser."""
+    return {
+        action.dest: getattr(action, "_typehint", action.type)
+        for action in made._actions
+        if action.dest not in ("help", "print_shtab")  # each parse adds the latter
+    }
+
+
+def is_list(kind: Any) -> bool:
+    """Return whether a key of this type takes a list, and nothing else but null."""
+    if get_origin(kind) in (Union, UnionType):
+        return all(is_list(inside) for inside in get_args(kind) if inside is not type(None))
+    return (get_origin(kind) or kind) in (list, tuple, Sequence)
+
+
+def _add_options(
+    made: ArgumentParser, section: Any, group: str, name: str, target: Callable[..., Any]
+) -> None:
     """Add the arguments of a task, optimizer or schedule. Raise BadInput for a reserved name."""
-    # Add its arguments. jsonargparse also adds an option for help on each, which is removed.
-    target = resolve(group, chosen)
     parameters = signature(target).parameters
     taken = {"name", "options"} & parameters.keys()
-    if taken and chosen not in CHOICES[group]:
+    if taken and name not in CHOICES[group]:
         raise BadInput(
-            f"{group}.name {chosen!r}: rename the argument {taken.pop()!r}, a key of oneloop"
+            f"{group}.name {name!r}: rename the argument {taken.pop()!r}, a key of oneloop"
         )
     if group == "schedule" and "optimizer" in parameters:
         _add_torch_schedule(section, target)
         return
-    if isinstance(target, type):
-        add = section.add_class_arguments
-    else:
-        add = section.add_function_arguments
-    add(target, group, skip=_NOT_OPTIONS[group], as_group=False, fail_untyped=False)
-    for action in [action for action in made._actions if action.dest.endswith(".help")]:
-        action.container._remove_action(action)  # type: ignore[attr-defined]
+    _add_arguments(section, group, target)
 
     # jsonargparse gives an argument without type and default null: require a value.
     untyped = [one for one in parameters.values() if one.default is one.annotation is one.empty]
     required = {f"{group}.{one.name}" for one in untyped}
     for action in made._actions:
         action.required = action.required or action.dest in required
+
+
+def _add_arguments(section: Any, group: str, target: Callable[..., Any]) -> None:
+    add = section.add_function_arguments
+    if isinstance(target, type):
+        add = section.add_class_arguments
+    add(target, group, skip=_NOT_OPTIONS[group], as_group=False, fail_untyped=False)
 
 
 def _add_torch_schedule(section: Any, target: Any) -> None:
@@ -184,8 +172,7 @@ def _add_torch_schedule(section: Any, target: Any) -> None:
     """
     # Let jsonargparse find their types and descriptions.
     found = ArgumentParser()
-    add = found.add_class_arguments if isinstance(target, type) else found.add_function_arguments
-    add(target, "schedule", skip=_NOT_OPTIONS["schedule"], as_group=False, fail_untyped=False)
+    _add_arguments(found, "schedule", target)
     arguments = {f"schedule.{name}": one for name, one in signature(target).parameters.items()}
 
     for action in found._actions:
@@ -202,6 +189,3 @@ def _add_torch_schedule(section: Any, target: Any) -> None:
             kind = int | Duration
         default = SUPPRESS if required else argument.default
         section.add_argument(f"--{action.dest}", type=kind, default=default, help=action.help)
-
-
-_with_options_once = cache(_with_options)

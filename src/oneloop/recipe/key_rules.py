@@ -3,24 +3,23 @@
 import json
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Union, get_args, get_origin
 
-from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.run_keys import EvalConfig, MachineConfig
 from oneloop.recipe.training_keys import OptimizerConfig
 
-_PLAIN: dict[Any, str] = {
-    int: "a whole number (int)",
-    float: "a number (float)",
-    bool: "true or false",
-    str: "text",
-    type(None): "null",
-    Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the "
-    "run (10%), never negative",
+_PLAIN = {
+    "INT": "a whole number (int)",
+    "FLOAT": "a number (float)",
+    "BOOL": "true or false",
+    "STR": "text",
+    "DURATION": "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of "
+    "the run (10%), never negative",
 }
+"""types as :func:`shown` writes them, and their descriptions"""
 _NO_WARMUP = "schedule.name!=*.OneCycleLR|*.CyclicLR|*_with_warmup"  # these have their own
 NEEDS = {
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
@@ -45,38 +44,6 @@ it, in which * stands for any text"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 
 
-def listed(words: Sequence[str]) -> str:
-    """Return ``a, b or c`` for three words; one word as it is."""
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def wanted(kind: Any) -> str:
-    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto".
-
-    Return an empty text if a type has no description.
-    """
-    if kind in _PLAIN:
-        return _PLAIN[kind]
-    # Describe the parts of a type, then the type.
-    origin = get_origin(kind)
-    inside = get_args(kind)
-    if origin is Literal:
-        return listed([str(one) for one in inside])
-    each = [wanted(one) for one in inside if one is not Ellipsis]
-    if not all(each) or not each:
-        return ""
-    if origin in (Union, types.UnionType):
-        return listed(each)
-    if origin is list or (origin is tuple and Ellipsis in inside):
-        return f"a list ([a,b]), each {each[0]}"
-    if origin is tuple:
-        letters = ",".join("abcdefgh"[: len(each)])
-        return f"{len(each)} values ([{letters}]), each {each[0]}"
-    return ""
-
-
 def shown(kind: Any) -> str:
     """Return ``int | Literal["auto"]`` as ``INT|{auto}``, for ``--help``."""
     origin = get_origin(kind)
@@ -85,11 +52,24 @@ def shown(kind: Any) -> str:
         return f"{{{','.join(map(str, inside))}}}"
     if origin in (Union, types.UnionType):
         return "|".join(map(shown, inside))
+    if origin is tuple and Ellipsis not in inside:
+        return f"[{','.join(map(shown, inside))}]"
     if origin in (list, tuple):
         return f"[{shown(inside[0])},…]"
     if kind is type(None):
         return "null"
     return str(getattr(origin or kind, "__name__", str(kind)).upper())
+
+
+def described(kind: Any) -> str:
+    """Return ``int | Literal["auto"]`` as "a whole number (int) or {auto}", for messages.
+
+    Return an empty text if a type has no description.
+    """
+    text = shown(kind)
+    if not set(re.findall("[A-Z]+", text)) <= _PLAIN.keys():
+        return ""
+    return re.sub("[A-Z]+", lambda name: _PLAIN[name[0]], text.replace("|", " or "))
 
 
 def without_effect(

@@ -12,8 +12,9 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, one_line
 from oneloop.basics.houses import missing
 from oneloop.basics.untrusted import parsed_yaml
-from oneloop.recipe.class_paths import CHOICES, only_task, path_of
+from oneloop.recipe.class_paths import CHOICES, path_of
 from oneloop.recipe.schema import GROUPS
+from oneloop.recipe.synonyms import suggestion
 
 RECIPES = resources.files("oneloop") / "tasks" / "recipes"
 
@@ -31,20 +32,21 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
     """Return the name of a run's recipe, and its content as {"group.key": value}.
 
     Args:
-        source: a packaged name, the path of a YAML file, or a task's ``file.py:Name``; without
-            ``:Name`` the file's only task. None: the defaults for the task in ``given``.
-        given: keys that override the recipe. The task of ``source`` is added to them.
+        source: a packaged name, the path of a YAML file, or a task's ``file.py:Name``, or
+            ``file.py``. None: the defaults for the task in ``given``.
+        given: keys that override the recipe. The task of ``source`` is added to them; without a
+            name as ``file.py:``.
 
     Raises:
         BadInput: there is no such recipe or task.
     """
-    # A task in place of a recipe is a key.
+    # A task in place of a recipe is a key. Without ":Name", it is the file's only task.
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
             raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
         source = None
-    if re.search(r"\.py:?$", str(given.get("task.name"))):
-        given["task.name"] = only_task(given["task.name"])
+    if str(given.get("task.name")).endswith(".py"):
+        given["task.name"] += ":"
 
     if source is not None:
         return load(source)
@@ -122,8 +124,6 @@ def _text_of_file(source: str) -> str:
                 f"recipe {source!r} is unknown, because {missing('a packaged task')}; use a YAML "
                 "file or a task (my_task.py:MyTask), or install oneloop again"
             )
-        from oneloop.recipe.synonyms import suggestion
-
         raise BadInput(
             f"recipe {source!r} is unknown; use {known} or a YAML "
             f"file{suggestion(source, packaged())}"
@@ -164,11 +164,11 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in groups.items():
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
-    given = {key: _plain(value) for key, value in flat(groups).items()}
-    for key, value in given.items():
+    given = {}
+    for key, value in flat(groups).items():
         try:
-            json.dumps(value)
-        except (TypeError, ValueError):
+            given[key] = json.loads(json.dumps(value, default=_plain))
+        except TypeError:
             raise BadInput(
                 f"{key} is given {value!r}; give text, numbers, lists or dicts of them"
             ) from None
@@ -176,14 +176,11 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, type) or callable(value):
+    """Return what JSON cannot hold as something that it can."""
+    if callable(value):
         return path_of(value)
     if isinstance(value, Duration | Path):
         return str(value)
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a numpy scalar
         return value.item()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inside) for key, inside in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inside) for inside in value]
-    return value
+    raise TypeError

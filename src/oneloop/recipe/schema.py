@@ -1,7 +1,7 @@
 """The recipe as typed, frozen dataclasses; :mod:`oneloop.recipe.parse` reads it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,18 @@ from oneloop.recipe import run_keys, training_keys
 from oneloop.recipe.key_rules import reject_inexact
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A resolved recipe; ``resolved`` holds the same keys as plain data, as in recipe.yaml."""
 
     name: str
-    seed: int
-    duration: Duration
-    track: tuple[str, ...]
+    seed: int = 0
+    """seed of everything random"""
+    duration: Duration = Duration("10ep")
+    """length of training: steps (500), '20ep', '1M samples', '2B tokens'"""
+    track: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, mlflow, …
+    ('none': none)"""
     task: training_keys.TaskConfig
     init: training_keys.InitConfig
     data: training_keys.DataConfig

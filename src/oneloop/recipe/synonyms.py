@@ -17,14 +17,8 @@ for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").spli
         continue
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
-OF_TASKS = set[str]()  # keys of oneloop
-_OPTIONS: dict[str, str] = {}  # options of the launcher
-for _name, _keys in _KEYS.items():
-    for _key in _keys:
-        if _key.startswith("task."):
-            OF_TASKS.add(_key)
-        elif _key.startswith("--"):
-            _OPTIONS[_name] = _key
+# options of the launcher
+_OPTIONS = {name: keys[0] for name, keys in _KEYS.items() if keys[0].startswith("--")}
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -60,11 +54,3 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 def instead(word: str) -> str:
     """Return a sentence about a key or name that is gone, or an empty text."""
     return _GONE.get(word, "")
-
-
-def may_be_of_task(word: str) -> bool:
-    """Return whether an unknown key is another name of a task's key.
-
-    Only the imported task knows its keys.
-    """
-    return not OF_TASKS.isdisjoint(_KEYS.get(word.rpartition(".")[2], ()))

@@ -9,8 +9,9 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.untrusted import damaged, read_json
 from oneloop.launch.before_imports import is_main
-from oneloop.recipe.class_paths import CHOICES, from_there, source
-from oneloop.recipe.parse import read_again, task_name
+from oneloop.recipe.class_paths import CHOICES, source
+from oneloop.recipe.parse import read_again
+from oneloop.recipe.read import load
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import data_inputs
 from oneloop.task_protocol.protocol import Task
@@ -29,12 +30,21 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         BadInput: The run folder has no recipe.
     """
     file = recipe_file(run)
-    name = task or _trusted(task_name(file), run)
+    name = task or _trusted(_task_of(file), run)
     place = source("task", name) if is_main() else None
     if place:
         line = f"oneloop {command}: task.name {name} of {file} is imported from {place}"
         print(printable(line), file=sys.stderr)
     return read_again(file, task=name)
+
+
+def _task_of(file: Path) -> str:
+    """Return the task's name in a resolved recipe, without an import. Raise BadInput on errors."""
+    _, written = load(str(file))
+    name = written.get("task.name")
+    if not isinstance(name, str):
+        raise BadInput(f"{file}: task.name must be a name or a class path, found {name!r}")
+    return name
 
 
 def _trusted(name: str, run: Path) -> str:
@@ -47,7 +57,7 @@ def _trusted(name: str, run: Path) -> str:
     there = run.resolve()
     recorded = Path(str(recorded_by(run).get("task", "unknown"))).resolve()
     if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
-        name = from_there(name, recorded)
+        name = _from_there(name, recorded)
 
     # Find the file that would be imported; None: an installed module.
     place = source("task", name)
@@ -66,6 +76,23 @@ def _trusted(name: str, run: Path) -> str:
         f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, "
         f"set {trust}"
     )
+
+
+def _from_there(name: str, recorded: Path) -> str:
+    """Return a name by which ``class_paths.resolve`` finds a class of an earlier run.
+
+    Args:
+        name: by which that run found it.
+        recorded: the file of the class at that time, which may not exist any more.
+    """
+    if not recorded.is_file() or recorded.suffix != ".py":
+        return name
+    if ":" in name:
+        return f"{recorded}:{name.rpartition(':')[2]}"
+    root = str(recorded.parent.parent if recorded.name == "__init__.py" else recorded.parent)
+    if root not in sys.path:
+        sys.path.insert(0, root)
+    return name
 
 
 def recorded_by(run: Path) -> dict[str, Any]:
