@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from oneloop.ema import EMA
+from oneloop.ema import EMA, EMASettings
 
 
 def timed(act: Callable[[], object], times: int, device: torch.device) -> float:
@@ -47,7 +47,7 @@ def main() -> None:
         n_embd=given.width, n_layer=12, n_head=6, vocab_size=4096, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(shape).to(device)
-    ema = EMA(model, half_life=10_000.0)
+    ema = EMA(model, EMASettings(half_life=10_000.0))
     weights = [parameter.detach() for parameter in model.parameters()]
     bare: list[Tensor] = [weight.clone() for weight in weights]
     looped: list[Tensor] = [weight.clone() for weight in weights]

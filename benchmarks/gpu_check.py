@@ -32,7 +32,7 @@ from oneloop import fit
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.writing_process import WritingProcess
-from oneloop.ema import EMA
+from oneloop.ema import EMA, EMASettings
 from oneloop.optim.adamw import AdamW
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
@@ -615,7 +615,7 @@ def fused_adamw(place: Place) -> Result:
 def ema_weights(place: Place) -> Result:
     torch.manual_seed(0)
     model = nn.Linear(64, 64).to(place.device)
-    ema = EMA(model, decay=0.9)
+    ema = EMA(model, EMASettings(decay=0.9))
     expected = model.weight.detach().double()
     for _ in range(30):
         with torch.no_grad():

@@ -23,7 +23,7 @@ from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.retention import Keep
-from oneloop.ema import EMA
+from oneloop.ema import EMA, EMASettings
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.optimizers import adamw, build
@@ -77,7 +77,7 @@ def _timed_update(model: nn.Module, place: Place) -> tuple[float, Reduced]:
     parameters = list(model.parameters())
     optimizer = build(adamw, model, lr=1e-4, weight_decay=0.1)
     guard = Guard(optimizer, device=place.device)
-    ema = EMA(model, decay=0.999)
+    ema = EMA(model, EMASettings(decay=0.999))
     gradients: list[Tensor] = [torch.randn_like(parameter) for parameter in parameters]
 
     def updated() -> None:

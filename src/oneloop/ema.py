@@ -2,7 +2,7 @@
 
 Also works in a plain Accelerate script.
 
->>> ema = EMA(model, half_life=10_000)           # in samples; after accelerator.prepare
+>>> ema = EMA(model, EMASettings(half_life=10_000))   # in samples; after accelerator.prepare
 >>> optimizer.step()
 >>> ema.update(64)                               # samples of this step, over all processes
 >>> with ema.swapped():                          # here the model has the EMA weights
@@ -12,9 +12,10 @@ The update rule is average = keep * average + (1 - keep) * weight, without commu
 ``buffers`` is set, EMA weights are evaluated and exported with the model's current buffers.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ from oneloop.basics.side_copies import HostCopies, before_change
 from oneloop.basics.tensors import as_real, local, reshard
 
 _RAMP = 0.05
-"""limit of the half-life, as a share of the training so far, if none is given"""
+"""limit of the half-life, as a share of the training so far (Karras et al. 2022), so that the
+initial weights are forgotten quickly"""
+_COUNTERS = ("seen", "due", "updates", "calls")
+"""attributes of an EMA that a checkpoint stores"""
 
 
 @torch.no_grad()
@@ -44,159 +48,159 @@ def average_(
 
 
 @dataclass(frozen=True)
-class Decay:
-    """A decay that warms up, as in other libraries.
+class EMASettings:
+    """How an EMA averages. Give exactly one of half_life, decay and power.
 
-    Until update ``start`` + 1, the average is a copy of the weights. At update ``start`` + 1 + n,
-    the decay is at most 1 - (1 + n / gamma) ** -power.
+    The warm-ups of other libraries, which use a decay:
 
     - timm's ModelEmaV3 and ema-pytorch (denoising-diffusion): ``start`` is their
-      ``update_after_step``, ``power`` 2/3 with their warm-up, else 0.
+      ``update_after_step``, ``warmup_power`` 2/3 with their warm-up, else 0.
+    - diffusers' EMAModel with ``use_ema_warmup``: the same; ``warmup_gamma`` is ``inv_gamma``.
     - torchvision's ExponentialMovingAverage: ``start`` is the warm-up of the learning rate.
-    """
-
-    value: float
-    """share of the average that one update keeps, in the end"""
-    start: int = 0
-    """updates"""
-    power: float = 0.0
-    """0: the decay is not limited"""
-    gamma: float = 1.0
-    """updates"""
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or not self.power >= 0 or not self.gamma > 0:
-            raise ValueError(
-                "the decay of an EMA needs start >= 0, power >= 0 and gamma > 0; got "
-                f"{self.start}, {self.power} and {self.gamma}"
-            )
-
-    def at(self, update: int) -> float:
-        """Return the share of the average that this update keeps (the first update is 1)."""
-        since = update - self.start - 1
-        if since <= 0:
-            return 0.0
-        if not self.power:
-            return self.value
-        limit = 1.0 - float((1.0 + since / self.gamma) ** -self.power)
-        return min(self.value, limit)
-
-
-class EMA:
-    """EMA of a model's parameters, in float32 or better.
-
-    Give exactly one of half_life, decay and power.
-
-    Args:
-        model: as prepared; under FSDP2 each rank averages its own shards.
-        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a
-            weight has halved.
-        decay: share of the average that one update keeps. With a number, the average starts from
-            the initial weights; see :class:`Decay` for other libraries.
-        power: width of a power-function EMA as a share of the run: its relative standard deviation
-            sigma_rel (Karras et al. 2024, section 3). Saved EMAs can be combined into other widths:
-            see :func:`post_hoc`.
-        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022),
-            so that the initial weights are forgotten quickly; 0: no limit; None: 0.05. Only for
-            ``half_life``.
-        buffers: also average persistent floating-point buffers, such as the statistics of
-            BatchNorm. Each rank averages those it has, and those of rank 0 count.
-        every: calls of :meth:`update` per computation; their amounts are added, so that the
-            half-life is the same.
-        device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
-        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the
-            copy.
-        name: name in checkpoints, logs and file names.
 
     Raises:
         ValueError: Not exactly one of the three is given, or a value is out of range.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        half_life: float | None = None,
-        *,
-        decay: float | Decay | None = None,
-        power: float | None = None,
-        ramp: float | None = None,
-        buffers: bool = False,
-        every: int = 1,
-        device: str | None = None,
-        optimizer: Optimizer | None = None,
-        name: str = "ema",
-    ) -> None:
-        kinds = [kind for kind in (half_life, decay, power) if kind is not None]
-        if len(kinds) != 1:
+    half_life: float | None = None
+    """samples (or tokens, as :meth:`EMA.update` counts) after which the contribution of a weight
+    has halved; at most 5% of the training so far"""
+    decay: float | None = None
+    """share of the average that one update keeps, in the end"""
+    power: float | None = None
+    """width of a power-function EMA as a share of the run: its relative standard deviation
+    sigma_rel (Karras et al. 2024, section 3). oneloop export combines saved EMAs into other
+    widths"""
+    start: int | None = None
+    """until update start + 1, an average with a decay is a copy of the weights; None: it starts
+    from the initial weights"""
+    warmup_power: float = 0.0
+    """at update start + 1 + n, the decay is at most 1 - (1 + n / warmup_gamma) ** -warmup_power
+    (0: it is not limited)"""
+    warmup_gamma: float = 1.0
+    """scale of this warm-up, in updates"""
+    buffers: bool = False
+    """also average persistent floating-point buffers, such as the statistics of BatchNorm. Each
+    rank averages those it has, and those of rank 0 count"""
+    every: int = 1
+    """calls of :meth:`EMA.update` per computation; their amounts are added, so that the half-life
+    is the same"""
+    device: str | None = None
+    """cpu keeps the average in host memory; copies overlap with the device's work"""
+    name: str = "ema"
+    """name in checkpoints, logs and file names"""
+
+    def __post_init__(self) -> None:
+        rates = [rate for rate in (self.half_life, self.decay, self.power) if rate is not None]
+        if len(rates) != 1:
             raise ValueError(
-                f"an EMA needs one of half_life, decay and power; {len(kinds)} are given"
+                f"an EMA needs one of half_life, decay and power; {len(rates)} are given"
             )
-        if ramp is not None and half_life is None:
-            raise ValueError("the ramp of an EMA has an effect with half_life only")
-        if isinstance(decay, Decay) and every != 1:
-            raise ValueError(f"the decay of an EMA warms up with every = 1 only, got {every}")
-        self._keep = _law(half_life, decay, power, ramp)
-        self.name = name
-        self.every = every
+        if self.half_life is not None and not self.half_life > 0:
+            raise ValueError(f"ema.half_life must be > 0; got {self.half_life}")
+        if self.decay is not None and not 0 <= self.decay < 1:
+            raise ValueError(f"ema.decay {self.decay} must be at least 0 and below 1")
+        if self.power is not None:
+            gamma(self.power)
+        warms_up = self.start is not None or self.warmup_power
+        if warms_up and (self.decay is None or self.every != 1):
+            raise ValueError(
+                f"an EMA warms up with a decay and every = 1 only, got {self.decay}, {self.every}"
+            )
+
+    def kept(self, *, amount: float, seen: float, updates: int, calls: int) -> float:
+        """Return the share of the average that a computation keeps.
+
+        Args:
+            amount: trained since the last computation.
+            seen: amount of the whole training.
+            updates: number of updates since the last computation.
+            calls: number of all updates.
+        """
+        if self.half_life is not None:
+            return float(0.5 ** (amount / min(self.half_life, _RAMP * seen)))
+        if self.power is not None:
+            return float((1.0 - amount / seen) ** (gamma(self.power) + 1))
+        assert self.decay is not None
+        since = calls - (self.start or 0) - 1
+        if self.start is not None and since <= 0:
+            return 0.0
+        if not self.warmup_power:
+            return float(self.decay**updates)
+        limit = 1.0 - float((1.0 + max(since, 0) / self.warmup_gamma) ** -self.warmup_power)
+        return min(self.decay, limit)
+
+
+class EMA:
+    """EMA of a model's parameters, in float32 or better.
+
+    Args:
+        model: as prepared; under FSDP2 each rank averages its own shards.
+        settings: how to average.
+        optimizer: required for the device ``"cpu"`` on an accelerator: its next step waits for the
+            copy.
+
+    Raises:
+        ValueError: the settings do not fit the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: EMASettings, *, optimizer: Optimizer | None = None
+    ) -> None:
+        self.settings = settings
+        self.name = settings.name
         self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
-        self._due = 0.0  # amount since the last computation
-        self._updates = 0  # calls since the last computation
-        self._calls = 0  # calls so far
+        self.due = 0.0  # amount since the last computation
+        self.updates = 0  # calls of :meth:`update` since the last computation
+        self.calls = 0  # calls so far
+
+        # All averages, sharded as the parameters; and this rank's shards, in lists for fused
+        # operations. Uneven shards may be empty.
+        self._averages: dict[str, Tensor] = {}
+        self._names: list[str] = []
+        self._mine: list[Tensor] = []
+        self._weights: list[Tensor] = []
 
         # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.
         self._model = model
         reshard(self._model)
-        self._parameters: dict[str, nn.Parameter] = {}
-        self._shadow: dict[str, Tensor] = {}
         for full_name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                bare = bare_name(full_name)
-                wide = torch.promote_types(parameter.dtype, torch.float32)
-                self._parameters[bare] = parameter
-                self._shadow[bare] = _new(parameter, wide, device)
-
-        # This rank's shards, in lists for fused operations; uneven shards may be empty.
-        self._held: list[str] = []  # their names
-        self._mine: list[Tensor] = []
-        self._weights: list[Tensor] = []
-        self._cast = False
-        for bare, parameter in self._parameters.items():
-            mine = local(self._shadow[bare])
-            weight = local(parameter).detach()
-            if mine.numel():
-                self._held.append(bare)
-                self._mine.append(mine)
-                self._weights.append(weight)
-                self._cast |= mine.dtype != weight.dtype
+                average = _new(parameter, settings.device)
+                self._add(bare_name(full_name), average)
+                if local(average).numel():
+                    self._weights.append(local(parameter).detach())
 
         # Buffers are looked up at each use: a forward may replace them.
         self._owners: list[tuple[nn.Module, str]] = []
-        if buffers:
-            self._add_buffers(model, device)
+        if settings.buffers:
+            self._add_buffers(model)
+        pairs = zip(self._mine, self._current(), strict=True)
+        self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
 
         self._away: HostCopies | None = None
-        if device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
+        if settings.device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
             self._away = HostCopies(self._weights, optimizer)
         self.restart()
 
-    def _add_buffers(self, model: nn.Module, device: str | None) -> None:
+    def _add(self, name: str, average: Tensor) -> None:
+        self._averages[name] = average
+        if local(average).numel():
+            self._names.append(name)
+            self._mine.append(local(average))
+
+    def _add_buffers(self, model: nn.Module) -> None:
         """Average the persistent floating-point buffers, too."""
-        if device is not None:
-            raise ValueError(f"an EMA on device {device} cannot average buffers")
+        if self.settings.device is not None:
+            raise ValueError(f"an EMA on device {self.settings.device} cannot average buffers")
         for full_name, buffer in model.named_buffers():
             path, _, key = full_name.rpartition(".")
             owner = model.get_submodule(path)
             # One byte holds a quantized number, or a boolean.
             averaged = buffer.is_floating_point() and buffer.element_size() > 1
             if averaged and buffer.numel() and key not in owner._non_persistent_buffers_set:
-                wide = torch.promote_types(buffer.dtype, torch.float32)
-                average = torch.empty_like(buffer, dtype=wide, requires_grad=False)
-                bare = bare_name(full_name)
-                self._shadow[bare] = average
-                self._held.append(bare)
-                self._mine.append(average)
+                self._add(bare_name(full_name), _new(buffer, None))
                 self._owners.append((owner, key))
-                self._cast |= buffer.dtype != wide
         if not self._owners:
             raise ValueError(
                 "the model has no persistent floating-point buffers, so ema.buffers true has no "
@@ -208,22 +212,16 @@ class EMA:
         buffers: list[Any] = [owner._buffers[key] for owner, key in self._owners]
         return [*self._weights, *buffers]
 
-    @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the current weights."""
-        before_change()
-        for mine, weight in zip(self._mine, self._current(), strict=True):
-            mine.copy_(weight)
-        self.seen = 0.0
-        self._due = 0.0
-        self._updates = 0
-        self._calls = 0
+        self.begin(self.tensors())
+        self.load_state_dict(dict.fromkeys(_COUNTERS, 0))
 
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
         """Reset the average of these tensors (names of :meth:`tensors`) to the current weights."""
         before_change()
-        for name, mine, weight in zip(self._held, self._mine, self._current(), strict=True):
+        for name, mine, weight in zip(self._names, self._mine, self._current(), strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
 
@@ -236,15 +234,17 @@ class EMA:
             raise TypeError(
                 f"ema.update takes a number of samples (batch_size), got {type(amount).__name__}"
             )
-        self._due += amount
+        self.due += amount
         self.seen += amount
-        self._updates += 1
-        self._calls += 1
-        if self._updates < self.every:
+        self.updates += 1
+        self.calls += 1
+        if self.updates < self.settings.every:
             return
-        keep = self._keep(self._due, self.seen, self._updates, self._calls)
-        self._due = 0.0
-        self._updates = 0
+        keep = self.settings.kept(
+            amount=self.due, seen=self.seen, updates=self.updates, calls=self.calls
+        )
+        self.due = 0.0
+        self.updates = 0
         # On the host, the average follows in a thread.
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
@@ -258,8 +258,7 @@ class EMA:
 
         One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights
         are copied aside."""
-        if self._away is not None:
-            self._away.wait()
+        self._wait()
         aside = self._exchange({})
         try:
             yield
@@ -287,80 +286,46 @@ class EMA:
                 taken[number] = held
         return taken
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the EMA tensors by ``ema.<name>.<parameter>``: not copies, sharded likewise."""
+    def _wait(self) -> None:
+        """Wait until the thread has used the last copy."""
         if self._away is not None:
             self._away.wait()
-        return {f"ema.{self.name}.{name}": as_real(tensor) for name, tensor in self._shadow.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the EMA tensors by ``ema.<name>.<parameter>``: not copies, sharded likewise."""
+        self._wait()
+        averages = self._averages.items()
+        return {f"ema.{self.name}.{name}": as_real(average) for name, average in averages}
 
     def state_dict(self) -> dict[str, float]:
         """Return the counters, which belong to the state in addition to :meth:`tensors`."""
-        if self._away is not None:
-            self._away.wait()
-        return {
-            "seen": self.seen,
-            "due": self._due,
-            "updates": self._updates,
-            "calls": self._calls,
-        }
+        self._wait()
+        return {name: getattr(self, name) for name in _COUNTERS}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the counters."""
-        self.seen = float(state["seen"])
-        self._due = float(state["due"])
-        self._updates = int(state["updates"])
-        self._calls = int(state["calls"])
+        for name in _COUNTERS:
+            setattr(self, name, state[name])
 
 
-Law = Callable[[float, float, int, int], float]
-"""(amount since the last computation, total amount, updates since then, total updates) -> share of
-the average to keep"""
-
-
-def _law(
-    half_life: float | None,
-    decay: float | Decay | None,
-    power: float | None,
-    ramp: float | None,
-) -> Law:
-    """Return how much of the average to keep. Raise ValueError."""
-    if half_life is not None:
-        ramp = _RAMP if ramp is None else ramp
-        if not half_life > 0 or ramp < 0:
-            raise ValueError(
-                f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}"
-            )
-        if not ramp:
-            return lambda amount, *_: 0.5 ** (amount / half_life)
-        return lambda amount, seen, *_: 0.5 ** (amount / min(half_life, ramp * seen))
-    if decay is not None:
-        value = decay.value if isinstance(decay, Decay) else decay
-        if not 0 <= value < 1:
-            raise ValueError(f"ema.decay {value} must be at least 0 and below 1")
-        if isinstance(decay, Decay):
-            return lambda amount, seen, updates, calls: decay.at(calls)
-        return lambda amount, seen, updates, calls: value**updates
-    assert power is not None
-    exponent = gamma(power) + 1
-    return lambda amount, seen, *_: (1.0 - amount / seen) ** exponent
-
-
-def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
-    """Return a tensor for the average, sharded as the parameter."""
-    if device is None or device == parameter.device.type:
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    shape = local(parameter).shape
+def _new(tensor: Tensor, device: str | None) -> Tensor:
+    """Return a tensor for the average, sharded as the parameter or buffer."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if device is None or device == tensor.device.type:
+        return torch.empty_like(tensor, dtype=dtype, requires_grad=False)
+    shape = local(tensor).shape
     mine = torch.empty(shape, dtype=dtype, device=device, pin_memory=device == "cpu")
-    if not isinstance(parameter, DTensor):
+    if not isinstance(tensor, DTensor):
         return mine
 
     # Describe the host's shard with the parameter's placements.
-    meta = parameter._spec.tensor_meta
+    meta = tensor._spec.tensor_meta
     assert meta is not None
-    spec = replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
+    spec = replace(tensor._spec, tensor_meta=meta._replace(dtype=dtype))
     return DTensor(mine, spec, requires_grad=False)  # from_local would move it to the mesh's device
 
 
+@cache
 def gamma(sigma_rel: float) -> float:
     """Return the exponent of the power-function average of a relative standard deviation.
 
@@ -376,24 +341,3 @@ def gamma(sigma_rel: float) -> float:
     # The exponent is the largest root of a cubic polynomial.
     t = sigma_rel**-2
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
-
-
-def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
-    """Return the factors that combine saved power-function averages into one that was not kept.
-
-    They are a least-squares fit (Karras et al. 2024, algorithm 3). An average is a pair: samples
-    seen, sigma_rel."""
-    import numpy as np
-
-    def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
-        # The inner product of two averages' weight functions.
-        ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
-        scale = (gamma_a + gamma_b + 1) * np.maximum(t_a, t_b)
-        return (gamma_a + 1) * (gamma_b + 1) * ratio / scale
-
-    t = np.array([seen for seen, _ in saved])[:, None]
-    g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
-    seen, sigma_rel = wanted
-    among = inner(t, g, t.T, g.T)
-    factors = np.linalg.solve(among, inner(t, g, seen, gamma(sigma_rel)))
-    return [float(factor) for factor in factors[:, 0]]

@@ -158,7 +158,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
-        emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
+        emas = [EMA(model, settings, optimizer=optimizer) for settings in job.emas]
         trial = preflight(job, run, model)  # runs a few samples through task and model
     gradients = Gradients(job, run, model, parameters, trial)
     guard = Guard(

@@ -28,7 +28,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.store import Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
-from oneloop.ema import EMA
+from oneloop.ema import EMA, EMASettings
 from slow_cases import with_slow
 from worlds import run
 
@@ -688,7 +688,7 @@ class Overlapping:
         self.checkpoints.saving.watched = lambda: [*self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.optimizer.register_step_pre_hook(lambda *_: side_copies.before_change())
-        self.ema = EMA(self.model, decay=0.5)
+        self.ema = EMA(self.model, EMASettings(decay=0.5))
         self.backward()
         self.optimizer.step()
         self.ema.update(1)

@@ -15,7 +15,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.state_dict import buffers_of, model_tensors
-from oneloop.ema import EMA
+from oneloop.ema import EMA, EMASettings
 from slow_cases import with_slow
 from worlds import run
 
@@ -87,8 +87,8 @@ class Gan:
             self.g, self.optimizer_g = self.accelerator.prepare(self.g, self.optimizer_g)
             self.d, self.optimizer_d = self.accelerator.prepare(self.d, self.optimizer_d)
         self.emas = [
-            EMA(self.g, 64, buffers=True, name="smooth"),
-            EMA(self.d, 64, name="discriminator"),
+            EMA(self.g, EMASettings(half_life=64, buffers=True, name="smooth")),
+            EMA(self.d, EMASettings(half_life=64, name="discriminator")),
         ]
         self.count = Count()
         models = {"generator": self.g, "discriminator": self.d}
@@ -433,7 +433,7 @@ def test_an_optimizer_of_another_model_is_rejected():
 
 def test_two_emas_of_one_name_are_rejected():
     made = pair(1)
-    emas = [EMA(model, 64) for model in made.models.values()]
+    emas = [EMA(model, EMASettings(half_life=64)) for model in made.models.values()]
     with pytest.raises(ValueError, match="the EMA ema has the name of another part"):
         RunState(made.models, made.optimizers, emas=emas, parts={})
 

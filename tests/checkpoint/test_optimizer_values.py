@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, lr_scheduler
 
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
-from oneloop.ema import EMA, Decay
+from oneloop.ema import EMA, EMASettings
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.checkpoints",
@@ -232,7 +232,7 @@ def test_an_ema_is_a_part_by_itself(tmp_path):
     for kind in ("emas", "parts", "both"):
         model = nn.Linear(1, 1)
         optimizer = SGD(model.parameters(), lr=0.1)
-        made = [EMA(model, decay=Decay(0.9, start=2)) for _ in range(2)]
+        made = [EMA(model, EMASettings(decay=0.9, start=2)) for _ in range(2)]
         for _ in range(4):
             nn.init.normal_(model.weight)
             made[0].update(1)
@@ -282,6 +282,9 @@ def test_wrong_names_of_parts_and_emas_are_rejected():
     optimizer = SGD([*first.parameters(), *models["two"].parameters()], lr=0.1)
     with pytest.raises(ValueError, match="a part has the name optimizer"):
         RunState(models, optimizer, parts={"optimizer": Plain()})
-    emas = [EMA(first, 9, name="x"), EMA(models["two"], 9, name="x.b")]
+    emas = [
+        EMA(first, EMASettings(half_life=9, name="x")),
+        EMA(models["two"], EMASettings(half_life=9, name="x.b")),
+    ]
     with pytest.raises(ValueError, match="tensors of two EMAs have one name"):
         RunState(models, optimizer, emas=emas, parts={})

@@ -39,7 +39,7 @@ eval: {every: 7}
 save: {every: 5, keep: 99}
 schedule: {name: cosine, warmup: 4}
 ema: {half_life: 20 samples, power: [0.1]}
-guard: {nonfinite: skip, sigma: 50, window: 5}
+guard: {nonfinite: skip, sigma: 50}
 track: []
 """
 

@@ -53,7 +53,7 @@ OTHERS = {
     "lora packed": "sft --task.pack packed --task.length 96 --task.model {base} --task.lora.rank 4",
     "recompute": RECIPES["llama"] + " --machine.recompute full",
     "grain": RECIPES["gpt"] + " --batch.grain 2 --ema.half_life 5ep",
-    "window": RECIPES["gpt"] + " --guard.sigma 6 --guard.window 3 --ema.half_life 5ep",
+    "window": RECIPES["gpt"] + " --guard.sigma 6 --ema.half_life 5ep",
     "muon": RECIPES["gpt"] + " --optimizer.name muon --ema.power [0.1]",
     "bf16 parameters": "{half.yaml}",
     "clip": "{contrast.yaml} --task.loss clip",

@@ -84,7 +84,7 @@ class FakeSteps:
         self.model = run.prepare(on_cuda(job.model), blocks=job.built.blocks)
         parameters = [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = job.make_optimizer(self.model)
-        self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
+        self.emas = [EMA(self.model, settings, optimizer=self.optimizer) for settings in job.emas]
 
         # The preflight check reads values; find out the names of the metrics only.
         with torch.no_grad():

@@ -336,9 +336,6 @@ START = {
         ("schedule.decay 200%", "shorten"),
         words=("--schedule.name", "wsd", "--schedule.decay", "200%"),
     ),
-    "a window of a billion": Case(
-        ("guard.window", "100000"), words=("--guard.window", "1000000000")
-    ),
     "a learning rate of infinity": Case(
         ("optimizer.lr", "finite"), words=("--optimizer.lr", ".inf")
     ),

@@ -121,7 +121,7 @@ def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
     kinds = {
         "adamw": lambda: torch.optim.AdamW(groups, lr=LR),
         "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.9),
-        "adafactor": lambda: torch.optim.Adafactor(groups, lr=LR),
+        "torch.optim.Adafactor": lambda: torch.optim.Adafactor(groups, lr=LR),
     }
     if optimizer == "muon":
         return both_optimizers(model, samples, ids, rates)

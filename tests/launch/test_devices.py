@@ -26,10 +26,9 @@ from oneloop.job.apple_gpu import reject_model, reject_training
 from oneloop.launch import devices
 from oneloop.launch.interpreter import borrowed
 from oneloop.machine.recompute import recompute
-from oneloop.optim.adamw import AdamW
+from oneloop.optim.adamw import AdamW, _correction
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
-from oneloop.optim.elementwise import _correction
 from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
 from worlds import apply, here, run, train

@@ -48,8 +48,6 @@ COMMON += [
     "0",
     "--guard.sigma",
     "6",
-    "--guard.window",
-    "8",
 ]
 
 
@@ -219,16 +217,6 @@ MISHAPS = {
     "none": [],
     "a skip": ["--task.spoiled", "5", "--guard.nonfinite", "skip"],
     "a rewind": ["--task.spoiled", "5", "--guard.nonfinite", "rewind"],
-    "a spike": [
-        "--task.loud",
-        "7",
-        "--guard.sigma",
-        "6",
-        "--guard.window",
-        "10",
-        "--guard.spike",
-        "skip",
-    ],
 }
 
 
@@ -365,7 +353,10 @@ REFUSED = {
     "another micro-batch": (["--batch.micro", "4"], ["batch.micro 4", "batch.grain 8"]),
     "one to be found": (["--batch.micro", "auto"], ["batch.micro auto", "batch.grain 8"]),
     "another one in evaluations": (["--eval.micro", "64"], [ASKED, "eval.micro 64"]),
-    "adafactor": (["--optimizer.name", "adafactor"], [ASKED, "adafactor", "adamw, sgd, muon"]),
+    "adafactor": (
+        ["--optimizer.name", "torch.optim.Adafactor"],
+        [ASKED, "Adafactor", "adamw, sgd, muon"],
+    ),
     "an optimizer of one's own": (
         ["--optimizer.name", "torch.optim.AdamW"],
         [ASKED, "torch.optim.AdamW", "adamw"],

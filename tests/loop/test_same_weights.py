@@ -44,7 +44,7 @@ def test_same_weights_as_one_big_batch(tmp_path, ranks, accumulate, strategy):
 
 
 LONG = [
-    ("adafactor", 1, 4, "single"),
+    ("torch.optim.Adafactor", 1, 4, "single"),
     ("adamw", 1, 4, "single"),
     ("adamw", 2, 2, "ddp"),
     ("adamw", 2, 2, "fsdp2"),
@@ -54,7 +54,7 @@ LONG = [
     ("muon", 1, 4, "single"),
     ("muon", 2, 2, "fsdp2"),
     ("muon", 2, 2, "ddp"),
-    ("adafactor", 2, 2, "ddp"),
+    ("torch.optim.Adafactor", 2, 2, "ddp"),
 ]
 
 

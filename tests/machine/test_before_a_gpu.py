@@ -19,7 +19,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import build_job
@@ -93,19 +92,6 @@ def test_quarters_are_those_of_adaptive_pooling(height):
         assert torch.allclose(gradient, expected, rtol=1e-12)
 
 
-class _Dtypes(TorchDispatchMode):
-    """Records the dtypes that the kernel of the bad-step guard gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "_amp_foreach_non_finite_check" in str(func):
-            self.seen += [tensor.dtype for tensor in args[0]]
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_guard_knows_parameters_of_every_dtype(dtype):
     net = nn.Linear(3, 3, dtype=dtype)
@@ -113,10 +99,8 @@ def test_the_guard_knows_parameters_of_every_dtype(dtype):
     for scale, fault in ((1.0, Fault.NONE), (torch.inf, Fault.NONFINITE)):
         net.zero_grad()
         (net(torch.ones(2, 3, dtype=dtype)).sum() * scale).backward()
-        with _Dtypes() as dtypes:
-            guard.step(global_norm(net.parameters()))
+        guard.step(global_norm(net.parameters()))
         assert guard.resolve().fault is fault
-        assert dtypes.seen == [torch.promote_types(dtype, torch.float32)]
 
 
 def test_fp16_loss_scaling_needs_float32_parameters():

@@ -314,7 +314,7 @@ def test_fp16_reads_only_for_an_optimizer_that_does_not_take_the_flag(fused):
         model = run.prepare(on_cuda(nn.Linear(4, 4)))
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         scaler = run.accelerator.scaler
-        guard = Guard(optimizer, device=CUDA, scaler=scaler, policy=Policy(sigma=6.0, window=3))
+        guard = Guard(optimizer, device=CUDA, scaler=scaler, policy=Policy(sigma=6.0))
         run.accelerator.backward(model(torch.ones(2, 4, device=CUDA)).sum())
         guard.unscale()
         seen.clear()

@@ -53,7 +53,7 @@ TEN = [
 # name: a case of helpers/fake_cases.py, and more keys
 CASES = {
     "digits": ("digits", "--eval.samples 2"),
-    "gpt": ("gpt", "--guard.sigma 6 --guard.window 3"),
+    "gpt": ("gpt", "--guard.sigma 6"),
     "llama": ("llama", "--eval.samples 2"),
     "sft": ("lora", "--eval.samples 1 --task.answer 4 --optimizer.lr 1e-3"),
     "images": ("images", "--task.mixup 0.4 --task.cutmix 0.4 --ema.half_life 2"),

@@ -95,7 +95,7 @@ def test_a_step_with_a_loss_scale_needs_unscale():
 def scaled_steps(optimizer, net, factors, **options):
     """Return the fault and the loss scale after each step; the loss is multiplied by a factor."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=3, **options)
-    policy = Policy("skip", "skip", sigma=6.0, window=3)
+    policy = Policy("skip", sigma=6.0)
     guard = Guard(optimizer, device=torch.device("cpu"), scaler=scaler, policy=policy)
     found = []
     for factor in factors:
@@ -113,7 +113,8 @@ def scaled_steps(optimizer, net, factors, **options):
 
 
 @pytest.mark.parametrize("make", [adamw, sgd, muon, torch.optim.RMSprop])
-def test_fp16_is_bad_only_if_the_loss_scale_is_small_and_a_spike_keeps_the_scale(make):
+def test_fp16_is_bad_only_if_the_loss_scale_is_small_and_a_spike_keeps_the_scale(make, monkeypatch):
+    monkeypatch.setattr("oneloop.optim.bad_step_guard.WINDOW", 3)
     net = three_layers()
     optimizer = build(make, net, lr=1e-3, weight_decay=0.0)
     bad = (math.inf, math.nan)

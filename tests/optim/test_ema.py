@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from oneloop.checkpoint.store import Store
-from oneloop.ema import EMA, Decay, gamma, post_hoc
+from oneloop.ema import EMA, EMASettings, gamma
 from oneloop.optim import optimizers
 from oneloop.optim.optimizers import build
+from oneloop.tools.export.power_emas import post_hoc
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -45,7 +46,7 @@ def walk(steps: int) -> list[torch.Tensor]:
 def averaged(weights: list[torch.Tensor], **kind) -> torch.Tensor:
     model = nn.Linear(10, 1, bias=False)
     model.weight.data.copy_(weights[0])
-    ema = EMA(model, **kind)
+    ema = EMA(model, EMASettings(**kind))
     for one in weights[1:]:
         model.weight.data.copy_(one)
         ema.update(16)
@@ -64,7 +65,6 @@ def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("kind", "keep"),
     [
-        ({"half_life": 400.0, "ramp": 0.0}, lambda n: 0.5 ** (16 / 400)),
         ({"half_life": 400.0}, lambda n: 0.5 ** (16 / min(400, 0.05 * 16 * n))),
         ({"decay": 0.99}, lambda n: 0.99),
         ({"power": 0.1}, lambda n: (1 - 1 / n) ** (gamma(0.1) + 1)),
@@ -80,7 +80,7 @@ def test_200_updates_are_the_closed_form(kind, keep):
 def test_an_update_takes_the_number_of_samples():
     """Libraries for EMA take the model or its parameters there."""
     model = nn.Linear(1, 1)
-    ema = EMA(model, half_life=9)
+    ema = EMA(model, EMASettings(half_life=9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for wrong in (model, model.parameters(), optimizer):
         with pytest.raises(TypeError, match=r"takes a number of samples \(batch_size\), got"):
@@ -91,15 +91,17 @@ def test_an_update_takes_the_number_of_samples():
 
 def test_every_keeps_the_half_life():
     weights = walk(200)
-    rare = averaged(weights, half_life=400.0, ramp=0.0, every=5)
+    rare = averaged(weights, half_life=400.0, every=5)
     assert torch.allclose(
-        rare.double(), closed_form(weights[::5], lambda n: 0.5 ** (80 / 400)), rtol=1e-5
+        rare.double(),
+        closed_form(weights[::5], lambda n: 0.5 ** (80 / min(400, 0.05 * 80 * n))),
+        rtol=1e-5,
     )
 
 
 def test_the_shadow_of_half_precision_keeps_its_bits():
     model = nn.Linear(10, 3).bfloat16()
-    ema = EMA(model, decay=0.9)
+    ema = EMA(model, EMASettings(decay=0.9))
     with torch.no_grad():
         model.weight.add_(1.0)
     ema.update(1)
@@ -112,7 +114,7 @@ def test_the_shadow_of_half_precision_keeps_its_bits():
 
 def test_the_model_gets_its_weights_back_after_an_error():
     model = nn.Linear(4, 2)
-    ema = EMA(model, decay=0.5)
+    ema = EMA(model, EMASettings(decay=0.5))
     with torch.no_grad():
         model.weight.add_(1.0)
     raw = model.weight.clone()
@@ -145,7 +147,7 @@ def test_an_average_in_host_memory_is_that_on_the_device(name, grain):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     optimizer = build(getattr(optimizers, name), model, lr=0.1, weight_decay=0.1, elementwise=grain)
-    here, there = EMA(model, decay=0.5), EMA(model, decay=0.5)
+    here, there = EMA(model, EMASettings(decay=0.5)), EMA(model, EMASettings(decay=0.5))
     there._away = Late(there._weights, optimizer)
     for _ in range(5):
         for parameter in model.parameters():
@@ -187,7 +189,7 @@ def on_given_weights() -> dict:
     started = start()
     model = started.prepare(Uneven())
     bare = getattr(model, "module", model)
-    ema = EMA(model, half_life=100.0)
+    ema = EMA(model, EMASettings(half_life=100.0))
 
     def put(step: int) -> None:
         for name, parameter in bare.named_parameters():
@@ -438,7 +440,7 @@ def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
 )
 def test_what_is_no_average_is_rejected(bad):
     with pytest.raises(ValueError, match="EMA|ema"):
-        EMA(nn.Linear(2, 2), **bad)
+        EMA(nn.Linear(2, 2), EMASettings(**bad))
 
 
 def batches(steps: int) -> list[torch.Tensor]:
@@ -454,7 +456,7 @@ def of_library(steps: int, ours: dict, update) -> float:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    ema = EMA(model, buffers=True, **ours)
+    ema = EMA(model, EMASettings(buffers=True, **ours))
     theirs, module = update(model)
     largest = 0.0
     for step, batch in enumerate(batches(steps), start=1):
@@ -551,12 +553,12 @@ def diffusers(*, decay: float, after: int, inv_gamma: float, power: float):
     ("ours", "theirs"),
     [
         (
-            {"decay": Decay(0.9, start=4, power=0.75, gamma=3.0)},
+            {"decay": 0.9, "start": 4, "warmup_power": 0.75, "warmup_gamma": 3.0},
             diffusers(decay=0.9, after=4, inv_gamma=3.0, power=0.75),
         ),
-        ({"decay": Decay(0.9, power=2 / 3)}, timms(decay=0.9, use_warmup=True)),
+        ({"decay": 0.9, "warmup_power": 2 / 3}, timms(decay=0.9, use_warmup=True)),
         (
-            {"decay": Decay(0.9, start=7, power=0.75, gamma=2.0)},
+            {"decay": 0.9, "start": 7, "warmup_power": 0.75, "warmup_gamma": 2.0},
             timms(
                 decay=0.9,
                 use_warmup=True,
@@ -565,10 +567,10 @@ def diffusers(*, decay: float, after: int, inv_gamma: float, power: float):
                 warmup_power=0.75,
             ),
         ),
-        ({"decay": Decay(0.9, start=5)}, timms(decay=0.9, update_after_step=5)),
-        ({"decay": Decay(0.9, start=6)}, torchvisions(6, 0.9)),
-        ({"decay": Decay(0.9)}, torchvisions(0, 0.9)),
-        ({"decay": Decay(0.9, start=10, power=2 / 3)}, ema_pytorchs(beta=0.9, after=10)),
+        ({"decay": 0.9, "start": 5}, timms(decay=0.9, update_after_step=5)),
+        ({"decay": 0.9, "start": 6}, torchvisions(6, 0.9)),
+        ({"decay": 0.9, "start": 0}, torchvisions(0, 0.9)),
+        ({"decay": 0.9, "start": 10, "warmup_power": 2 / 3}, ema_pytorchs(beta=0.9, after=10)),
     ],
 )
 def test_a_decay_warms_up_as_in_other_libraries(ours, theirs):
@@ -578,17 +580,15 @@ def test_a_decay_warms_up_as_in_other_libraries(ours, theirs):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"decay": 0.9, "ramp": 0.05}, "has an effect with half_life only"),
-        ({"decay": Decay(0.9), "every": 2}, "with every = 1 only, got 2"),
-        ({"decay": Decay(1.0)}, "below 1"),
+        ({"half_life": 9.0, "start": 2}, "warms up with a decay"),
+        ({"decay": 0.9, "start": 0, "every": 2}, "every = 1 only, got 0.9, 2"),
+        ({"decay": 1.0, "start": 0}, "below 1"),
         ({"decay": 0.9, "buffers": True, "device": "cpu"}, "cannot average buffers"),
     ],
 )
 def test_settings_without_effect_are_rejected(how, words):
     with pytest.raises(ValueError, match=words):
-        EMA(nn.Linear(2, 2), **how)
-    with pytest.raises(ValueError, match="gamma > 0"):
-        Decay(0.9, gamma=0.0)
+        EMA(nn.Linear(2, 2), EMASettings(**how))
 
 
 STATISTICS = """

@@ -261,7 +261,7 @@ def test_bad_input_does_not_depend_on_the_commands_before(tmp_path):
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            ["digits", "--optimizer.name", "adafactor"],
+            ["digits", "--optimizer.name", "torch.optim.Adafactor"],
             ["Adafactor", "under FSDP2 each rank sees its shard only"],
             "fsdp2",
             [],

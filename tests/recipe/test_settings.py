@@ -96,17 +96,8 @@ pytestmark = pytest.mark.covers(
             ],
             "task.width 8",
         ),
-        (["--guard.spike", "stop"], "guard.spike stop has no effect with guard.sigma 0"),
-        (
-            ["--optimizer.lr_rule", "linear"],
-            "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0",
-        ),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
-        (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect with ema.half_life 0"),
-        (
-            ["--ema.ramp", "0.1", "--ema.half_life", "[0ep,0.0]"],
-            "ema.ramp 0.1 has no effect with ema.half_life 0",
-        ),
+        (["--ema.start", "2"], "ema.start 2 has no effect with ema.decay 0"),
         (
             ["--schedule.warmup", "0%", "--schedule.warmup_start", "0.5"],
             "schedule.warmup_start 0.5 has no effect with schedule.warmup 0",

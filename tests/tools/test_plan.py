@@ -486,7 +486,7 @@ def test_a_change_that_cannot_be_planned_is_passed_over(capsys):
         "--task.width",
         "1024",
         "--optimizer.name",
-        "adafactor",
+        "torch.optim.Adafactor",
         "--batch.micro",
         "16",
     ]

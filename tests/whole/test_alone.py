@@ -213,11 +213,11 @@ def test_checkpoints_in_a_plain_loop(tmp_path):
 
 
 def test_ema_in_a_plain_loop():
-    from oneloop.ema import EMA
+    from oneloop.ema import EMA, EMASettings
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
-    ema = EMA(model, half_life=64)
+    ema = EMA(model, EMASettings(half_life=64))
     expected = model.weight.detach().clone()
     for step in range(1, 6):
         with torch.no_grad():

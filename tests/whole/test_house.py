@@ -476,7 +476,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         4,
         [
             ("recipe/training_keys.py", "half_life: Duration"),
-            ("job/build.py", '"half_life": half_life', "emas=emas"),
+            ("job/build.py", "half_life=half_life", "emas=emas"),
             ("train.py", "in job.emas", "ema.update("),
             ("ema.py", "half_life: float", "average_("),
         ],

@@ -8,7 +8,7 @@ Several models and optimizers, such as those of a GAN, have names:
 
 >>> models = {"generator": generator, "discriminator": discriminator}
 >>> optimizers = {"generator": optimizer_g, "discriminator": optimizer_d}
->>> state = RunState(models, optimizers, emas=[EMA(generator, 64, name="generator")], parts={})
+>>> state = RunState(models, optimizers, emas=[ema_of_generator], parts={})
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -38,14 +38,14 @@ def set_up_parameters(
     patterns = {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
     settings, matched = chosen(model, patterns)
     names = [name for name, setting in settings.items() if setting.get("freeze")]
-    in_eval = freeze(model, names, keep_modes=optimizer.frozen_modules == "keep")
+    in_eval = freeze(model, names)
     sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
     if in_eval:
         more = f" and {len(in_eval) - 3:,} more" if len(in_eval) > 3 else ""
         notes.append(
             f"in eval mode, because they or their modules are frozen: {', '.join(in_eval[:3])}"
-            f"{more}; --optimizer.frozen_modules keep keeps the mode that model() returns"
+            f"{more}"
         )
     for pattern, chosen_names in matched.items():
         pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())

@@ -1,7 +1,8 @@
 """Build a job from a recipe and check it, before anything is written."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, checked_order, order_hash, order_of
 from oneloop.data.step_batches import CollateWithWeight
-from oneloop.ema import Decay, gamma
+from oneloop.ema import EMASettings
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import Tried, optimizer_of
@@ -101,7 +102,7 @@ class Job:
     # builds the recipe's optimizer for a prepared model
     make_optimizer: Callable[[nn.Module], Optimizer]
     tried: Tried  # what a trial of the optimizer on a small model has found out
-    emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
+    emas: list[EMASettings]
     layout: BatchLayout
     order: Ordered
     collate: CollateWithWeight
@@ -168,7 +169,7 @@ class Job:
     @property
     def policy(self) -> Policy:
         guard = self.recipe.guard
-        return Policy(guard.nonfinite, guard.spike, guard.sigma, guard.window)
+        return Policy(guard.nonfinite, guard.sigma)
 
 
 def build_job(
@@ -215,7 +216,7 @@ def build_job(
     emas = _emas(recipe, scale, total)
     if recipe.eval.generate:
         check_generates(task, eval_sets)
-    upward = larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
+    upward = larger_is_better(recipe.eval, task, eval_sets, [ema.name for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
 
@@ -282,41 +283,41 @@ def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
     return subset, order_of(subset, seed=recipe.seed, batch=size, shuffle=is_shuffled)
 
 
-def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
-    """Return the arguments of each EMA, except model and optimizer."""
-    # Name each EMA by its width, and a single one "ema".
+def _emas(recipe: Recipe, scale: Scale, total: int) -> list[EMASettings]:
+    """Return the settings of each EMA."""
     ema = recipe.ema
-    emas: list[dict[str, Any]] = []
+    settings = partial(EMASettings, every=ema.every, buffers=ema.buffers, device=ema.device)
+    emas = []
     for duration in ema.half_lives:
         half_life = duration.samples(scale, total=total, key="ema.half_life")
-        arguments = {"half_life": half_life, "ramp": ema.ramp, "name": f"ema-{duration.text}"}
-        emas.append(arguments)
+        name = f"ema-{duration.text}".replace(" ", "")
+        emas.append(settings(half_life=half_life, name=name))
     if ema.decay:
-        decay: float | Decay = ema.decay
-        if ema.warms_up:
-            start = 0
-            if ema.start is not None:
-                start = ema.start.steps(scale, total=total, key="ema.start")
-                if start + 1 >= total:
-                    raise ValueError(
-                        f"ema.start {ema.start} is {start} steps of {total}: the EMA would be a "
-                        "copy of the weights in the whole run; shorten it"
-                    )
-            decay = Decay(ema.decay, start, ema.warmup_power, ema.warmup_gamma)
-        emas.append({"decay": decay, "name": f"ema-{ema.decay}"})
+        start = None
+        if ema.start is not None:
+            start = ema.start.steps(scale, total=total, key="ema.start")
+            if start + 1 >= total:
+                raise ValueError(
+                    f"ema.start {ema.start} is {start} steps of {total}: the EMA would be a "
+                    "copy of the weights in the whole run; shorten it"
+                )
+        emas.append(
+            settings(
+                decay=ema.decay,
+                start=start,
+                warmup_power=ema.warmup_power,
+                name=f"ema-{ema.decay}",
+            )
+        )
     for width in ema.power:
-        gamma(width)  # rejects a width that is too large
-        emas.append({"power": width, "name": f"ema-power-{width}"})
+        emas.append(settings(power=width, name=f"ema-power-{width}"))
     if len(emas) == 1 and not ema.power:
-        emas[0]["name"] = "ema"
+        emas = [replace(emas[0], name="ema")]
 
-    names = [arguments["name"].replace(" ", "") for arguments in emas]
+    names = [one.name for one in emas]
     if len(set(names)) < len(names):
         raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
-    shared = {"every": ema.every, "buffers": ema.buffers, "device": ema.device}
-    return [
-        {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
-    ]
+    return emas
 
 
 def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:

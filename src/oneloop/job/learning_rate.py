@@ -45,9 +45,9 @@ def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
 def peak(optimizer: OptimizerConfig, batch: int) -> float:
     """Return the peak learning rate for a batch size.
 
-    It grows linearly with the batch (Goyal et al. 2017), or with its square root (Malladi et al.
-    2022)."""
+    For SGD, it grows linearly with the batch (Goyal et al. 2017), for all others with its square
+    root (Malladi et al. 2022)."""
     if not optimizer.lr_at_batch:
         return optimizer.lr
-    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
+    power = 1.0 if optimizer.name in ("sgd", "torch.optim.SGD") else 0.5
     return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)

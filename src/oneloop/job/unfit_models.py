@@ -144,7 +144,7 @@ def _reject_dependence(recipe: Recipe, model: nn.Module, layout: BatchLayout) ->
 
     # On a bad batch, whose step is skipped?
     guard = recipe.guard
-    skips = guard.nonfinite == "skip" or (guard.sigma and guard.spike == "skip")
+    skips = guard.nonfinite == "skip" or guard.sigma
     if skips and batch_statistics:
         raise ValueError(
             "guard skip does not work with BatchNorm: its running statistics are updated by a bad "

@@ -24,6 +24,8 @@ from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.elementwise import ignores_flag
 
 _SMALLEST_SCALE = 2.0**-10
+WINDOW = 100
+"""number of last steps that a spike is compared with"""
 
 
 def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
@@ -35,9 +37,9 @@ def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
     return loss * (factor + 0 * loss.detach())
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """A resolved step."""
+    """A step, which is pending until its fault is known."""
 
     fault: Fault
     norm: Tensor  # global gradient norm before clipping, 0-dim
@@ -85,14 +87,9 @@ class Guard:
             fused = all(group.get("fused") for group in groups)
             self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
-        self._window: Window | None = None
-        if policy.sigma:
-            self._window = Window(policy.window, policy.sigma, device=device)
-        self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`, 0-dim
-        self._one = torch.ones((), device=device)
+        self._window = Window(WINDOW, policy.sigma, device=device) if policy.sigma else None
         self._fault_copy = DeviceFlag(device)
-        # the fields of the pending Step; a tuple is made faster
-        self._pending: tuple[Fault, Tensor, Tensor, float, Any] | None = None
+        self._pending: Step | None = None
 
     @property
     def pending(self) -> bool:
@@ -120,39 +117,32 @@ class Guard:
         """
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
-        mean = None if loss is None or self._window is None else loss.detach() / weight
         before_change()  # a save may still copy the weights
-        fault = self._update(norm, mean)
-        if loss is None:
-            loss = torch.full_like(norm, torch.nan)
-        self._pending = (fault, norm, loss, weight, metrics)
-
-    def _update(self, norm: Tensor, mean: Tensor | None) -> Fault:
-        """Update the weights, unless the step is bad; return its fault.
-
-        It is NONE if the fault is still on the device, from which :meth:`resolve` reads it.
-        """
-        self._bad = self._not_finite(norm) if self.scaler is None else self._overflow()
+        bad = self._fault_value(norm) if self.scaler is None else self._overflow()
         if self._window is not None:
-            self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
+            # Collective: the mean loss of all ranks.
+            values = norm.detach().reshape(1)
+            if loss is not None:
+                mean = self._total(loss.detach() / weight)
+                values = torch.stack([norm.to(mean.dtype), mean])
+            bad = torch.maximum(bad, self._window.fault_value(values, known=bad == 0))
 
-        # An optimizer that does not take the flag must not step on bad gradients: read it.
-        if not self._on_device:
-            fault = Fault(int(self._bad.item()))  # host sync
+        fault = Fault.NONE
+        if self._on_device:
+            # Start the copy to the host, and let the optimizer skip on the device. Afterwards, a
+            # step without this guard must not skip because of it.
+            self._fault_copy.send(bad)
+            self.optimizer.found_inf = bad.clamp(max=1)  # type: ignore[attr-defined]
+            self.optimizer.step()
+            self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        else:
+            # An optimizer that does not take the flag must not step on bad gradients: read it.
+            fault = Fault(int(bad.item()))  # host sync
             if fault is Fault.NONE:
                 self.optimizer.step()
-            return fault
-
-        # Start the copy to the host, and let the optimizer skip on the device.
-        self._fault_copy.send(self._bad)
-        flag = self._bad
-        if self._window or self.scaler:  # a spike is 2
-            flag = flag.clamp(max=1)
-        # Afterwards, a step without this guard must not skip because of it.
-        self.optimizer.found_inf = flag  # type: ignore[attr-defined]
-        self.optimizer.step()
-        self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        return Fault.NONE
+        if loss is None:
+            loss = torch.full_like(norm, torch.nan)
+        self._pending = Step(fault, norm, loss, weight, metrics)
 
     def resolve(self) -> Step | None:
         """Return the pending step with its fault, or None if no step is pending.
@@ -160,21 +150,15 @@ class Guard:
         Wait for the device if the step was made just now. If another backward was queued since, the
         fault has arrived.
         """
-        if self._pending is None:
-            return None
-        fault, norm, loss, weight, metrics = self._pending
+        step = self._pending
         self._pending = None
-        if self._on_device:
-            fault = Fault(self._fault_copy.read())
-        return Step(fault, norm, loss, weight, metrics)
+        if step is not None and self._on_device:
+            step.fault = Fault(self._fault_copy.read())
+        return step
 
-    def _not_finite(self, norm: Tensor) -> Tensor:
-        """Return 1 if the norm is not finite, else 0 (0-dim)."""
-        # The kernel sets the flag if the norm is not finite, and multiplies the norm by one.
-        # On CUDA it does not know bfloat16 (pytorch #127176).
-        known = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
-        torch._amp_foreach_non_finite_check_and_unscale_([known], self._bad.zero_(), self._one)
-        return self._bad
+    def _fault_value(self, norm: Tensor) -> Tensor:
+        """Return the value of the :class:`Fault`, 0-dim: 1 if the norm is not finite, else 0."""
+        return (norm.detach() * 0).ne(0).to(torch.float32)
 
     def _overflow(self) -> Tensor:
         """Let the scaler lower the loss scale if a gradient is not finite.
@@ -191,20 +175,6 @@ class Guard:
         self.scaler.update()
         large = self.scaler._get_scale_async() >= _SMALLEST_SCALE
         return found * torch.where(large, Fault.RESCALED.value, Fault.NONFINITE.value)
-
-    def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """Return the value of the :class:`Fault`, 0-dim.
-
-        It is 1 if a value is not finite, 2 if one is a spike, else 0.
-        """
-        assert self._window is not None
-        if loss is None:
-            values = norm.reshape(-1)
-        else:  # collective: every rank gets here
-            values = torch.stack([norm.to(loss.dtype), self._total(loss)]).reshape(-1)
-        finite = torch.isfinite(values).all()
-        spike = self._window.spike(values, known=finite & (self._bad == 0))
-        return torch.where(finite, 2 * spike, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain data (host sync); empty without one."""
@@ -232,28 +202,33 @@ class Window:
         self._indices = torch.arange(length, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def spike(self, values: Tensor, *, known: Tensor) -> Tensor:
-        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0 (0-dim).
+    def fault_value(self, values: Tensor, *, known: Tensor) -> Tensor:
+        """Return the value of the :class:`Fault`, 0-dim.
+
+        It is 1 if a value is not finite, 2 if one is more than ``sigma`` deviations above the mean,
+        else 0.
 
         Args:
             values: one or two numbers, the norm and the loss. They join the window unless they
                 spike.
-            known: 0-dim, whether the values are finite. Else they are not compared, and do not
+            known: 0-dim, whether the step is good so far. Else they are not compared, and do not
                 join.
         """
         # No host sync: all decisions are tensors.
+        finite = torch.isfinite(values).all()
+        known = known & finite
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)
         above = (values > mean + self.sigma * deviation).any()
-        high = (known & above & (self._count >= self.length)).to(torch.float32)
+        spike = known & above & (self._count >= self.length)
 
         # Overwrite the oldest values.
-        joins = known & (high == 0)
+        joins = known & ~spike
         here = (self._indices == self._count % self.length) & joins
         self._values[: len(values)] = torch.where(here, values[:, None], kept)
         self._count += joins
-        return high
+        return torch.where(finite, 2.0 * spike, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain data; host sync."""

@@ -27,23 +27,18 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """Which steps are bad, and the action for each kind."""
+    """Which steps are bad, and what follows. The step of a spike is always skipped."""
 
     nonfinite: Action = "stop"
-    spike: Action = "skip"
+    """action if the gradient is not finite"""
     sigma: float = 0.0
     """threshold of a spike: standard deviations of loss or gradient norm above the mean of the
-    window (0: off)"""
-    window: int = 100  # number of steps in the window; there are no spikes until it is full
-
-    def action(self, fault: Fault) -> Action:
-        """Return the action for a kind of bad step."""
-        return self.spike if fault is Fault.SPIKE else self.nonfinite
+    last 100 steps (0: off)"""
 
     @property
     def rewinds(self) -> bool:
         """Whether a bad step may restore the last checkpoint."""
-        return self.nonfinite == "rewind" or (self.sigma > 0 and self.spike == "rewind")
+        return self.nonfinite == "rewind"
 
 
 class BadSteps:
@@ -72,13 +67,14 @@ class BadSteps:
 
     def answer(self, fault: Fault) -> tuple[Action, str]:
         """Count one more bad step; return the action, and the reason as text."""
-        # Too many in a row end the run.
-        action = self.policy.action(fault)
-        self._in_a_row[action] += 1
+        action = self.policy.nonfinite
+        why = "the gradient is not finite"
         if fault is Fault.SPIKE:
+            action = "skip"
             why = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
-        else:
-            why = "the gradient is not finite"
+
+        # Too many in a row end the run.
+        self._in_a_row[action] += 1
         if self._in_a_row[action] > self.patience:
             why += (
                 f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience "

@@ -1,19 +1,18 @@
-"""Element-wise updates, which are bit-identical for every sharding of the parameters.
+"""What optimizers with element-wise updates share: a step over this rank's shards.
 
 Fused CPU kernels compute the last elements of a tensor differently, and which elements these are
-depends on the length of the shard. The functions here use torch's foreach operations, bit-identical
-to torch's foreach optimizers (2.15). They also take ``found_inf``: if it is 1, they change nothing,
-without a host sync.
+depends on the length of the shard. So an optimizer here also has an update of torch's foreach
+operations, bit-identical for every sharding, and to torch's foreach optimizers (2.15).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from oneloop.basics.wide_sums import wide_dtype
+from oneloop.basics.tensors import local
 
 
 def ignores_flag(groups: Sequence[dict[str, Any]]) -> bool:
@@ -25,103 +24,84 @@ def ignores_flag(groups: Sequence[dict[str, Any]]) -> bool:
     return any(one.device.type == "mps" for group in groups for one in group["params"])
 
 
-@torch.no_grad()
-def adamw_(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor],
-    group: Mapping[str, Any],
-    found_inf: Tensor | None = None,
-) -> None:
-    """AdamW (Loshchilov & Hutter 2019), in place.
+class ElementwiseStep(Optimizer):
+    """Base class: a step updates this rank's shards.
 
-    Args:
-        parameters: this rank's shards.
-        gradients: of the same shapes.
-        exp_avgs: first moments, of the same shapes.
-        exp_avg_sqs: second moments, of the same shapes.
-        steps: numbers of updates so far (0-dim, float32).
-        group: the parameter group, with ``lr``, ``betas`` (decay rates of the moments, per step),
-            ``eps`` (added to the root of the second moment) and ``weight_decay`` (factor of
-            ``lr``).
-        found_inf: 0-dim; if it is 1, nothing changes.
+    torch's own step sorts the tensors by device and dtype in every step, which takes longer than
+    the update of a small model. Here a group may have several dtypes, but one device.
+
+    The state is made with the optimizer, so that a checkpoint can be loaded before the first step.
+    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing,
+    without a host sync.
     """
-    if not parameters:
-        return
 
-    # Count the step, unless it is bad, and update the moments.
-    counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
-    lr = group["lr"]
-    beta1, beta2 = group["betas"]
-    first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
-    second = torch._foreach_mul(exp_avg_sqs, beta2)
-    torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+    elementwise = False
+    """whether to update element by element, not fused: bit-identical for every sharding, and always
+    on an Apple GPU"""
+    found_inf: Tensor | None = None
 
-    # Calculate the bias corrections of all parameters at once.
-    counted_once = counted.clamp(min=1)  # no division by zero if the first step is bad
-    size = (-lr / _correction(beta1, counted_once)).to(first[0].dtype)
-    root = _correction(beta2, counted_once).sqrt().to(first[0].dtype)
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and make the state of its parameters."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for parameter in group["params"]:
+            self.state[parameter] = self.initial_state(parameter, group)
+        self.elementwise = self.elementwise or ignores_flag([group])
 
-    # Divide the first moments by the roots of the second ones.
-    below = torch._foreach_sqrt(second)
-    torch._foreach_div_(below, root.unbind())
-    torch._foreach_add_(below, group["eps"])
-    moved = torch._foreach_mul(first, size.unbind())
-    torch._foreach_div_(moved, below)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient once.
 
-    # Decay and move the parameters. Write the results, unless the step is bad.
-    new = torch._foreach_mul(parameters, 1 - lr * group["weight_decay"])
-    torch._foreach_add_(new, moved)
-    torch._foreach_copy_(steps, counted.unbind())
-    for held, made in ((exp_avgs, first), (exp_avg_sqs, second), (parameters, new)):
-        _put(held, made, found_inf)
+        ``closure``: computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self.step_group(group)
+        return loss
 
+    def step_group(self, group: dict[str, Any]) -> None:
+        """Update the parameters of a group that have a gradient."""
+        alike: dict[torch.dtype, list[Tensor]] = {}  # a kernel takes tensors of one dtype
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                alike.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in alike.values():
+            self.update_shards(
+                [local(parameter) for parameter in parameters],
+                [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+                [self.state[parameter] for parameter in parameters],
+                group,
+            )
 
-def _correction(beta: float, steps: Tensor) -> Tensor:
-    """Return 1 - beta ** steps in float64, or rounded to float32 if the device has no float64."""
-    if wide_dtype(steps.device) is torch.float32:
-        return -torch.expm1(steps * math.log(max(beta, 1e-40)))
-    return 1 - beta ** steps.double()
+    def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step."""
+        raise NotImplementedError
 
+    def update_shards(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        group: dict[str, Any],
+    ) -> None:
+        """Update parameters and state, unless the step is bad.
 
-@torch.no_grad()
-def sgd_(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    buffers: list[Any],
-    group: Mapping[str, Any],
-    found_inf: Tensor | None = None,
-) -> None:
-    """Stochastic gradient descent, in place.
-
-    Args:
-        parameters: this rank's shards.
-        gradients: of the same shapes.
-        buffers: momentum, of the same shapes; zero before the first step. Unused without momentum.
-        group: the parameter group, with ``lr``, ``momentum`` (share of the previous update to
-            keep), ``weight_decay`` (share of the parameters that is added to the gradients) and
-            ``nesterov``.
-        found_inf: 0-dim; if it is 1, nothing changes.
-    """
-    moved: list[Tensor] | tuple[Tensor, ...] = gradients
-    momentum = group["momentum"]
-    if group["weight_decay"]:
-        moved = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
-    if momentum:
-        new = torch._foreach_mul(buffers, momentum)
-        torch._foreach_add_(new, moved)
-        moved = torch._foreach_add(moved, new, alpha=momentum) if group["nesterov"] else new
-        _put(buffers, new, found_inf)
-    _put(parameters, torch._foreach_add(parameters, moved, alpha=-group["lr"]), found_inf)
+        Args:
+            parameters: this rank's shards, of one dtype.
+            gradients: of the same shapes.
+            states: the state of each parameter.
+            group: the parameter group.
+        """
+        raise NotImplementedError
 
 
-def _put(held: list[Tensor], made: Sequence[Tensor], found_inf: Tensor | None) -> None:
-    """Copy the new tensors over the held ones, unless the step is bad."""
+def put(old: list[Tensor], new: Sequence[Tensor], found_inf: Tensor | None) -> None:
+    """Copy new tensors over the old ones, unless ``found_inf`` is 1."""
     if found_inf is None:
-        torch._foreach_copy_(held, [*made])
+        torch._foreach_copy_(old, [*new])
         return
     bad = found_inf > 0
-    for one, new in zip(held, made, strict=True):
-        torch.where(bad, one, new, out=one)
+    for one, other in zip(old, new, strict=True):
+        torch.where(bad, one, other, out=one)

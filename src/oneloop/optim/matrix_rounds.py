@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import zip_longest
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -74,16 +75,19 @@ class Holders:
         each = math.prod(shape[1:])
         return [each * min(most, max(0, rows - most * rank)) for rank in range(self.shards)]
 
-    def exchanged(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send one part of a flat tensor to each shard's rank, and return their parts.
+    def exchanged(self, parts: list[Tensor], sent: list[int], received: list[int]) -> Tensor:
+        """Send a part to each shard's rank, and return their parts, flat.
 
         Collective among the shards of a replica.
 
         Args:
-            flat: the parts, one after the other.
-            sent: their lengths.
-            received: lengths of the parts that come back.
+            parts: one after the other.
+            sent: number of elements for each rank.
+            received: number of elements from each rank.
         """
+        if self.shards == 1:
+            return parts[0].flatten()
+        flat = torch.cat([part.flatten() for part in parts])
         result = flat.new_empty(sum(received))
         dist.all_to_all_single(result, flat, received, sent, group=self._shards)
         return result

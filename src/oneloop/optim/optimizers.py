@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
+from oneloop.optim.adamw import AdamW
+from oneloop.optim.muon import Muon, hidden_matrices
 from oneloop.optim.parameter_groups import LR_FACTOR, Groups, Settings, parameter_groups
-
-_FUSED_DEVICES = {"cpu", "cuda", "xpu", "mps", "hpu"}
+from oneloop.optim.sgd import SGD
 
 
 def build(
@@ -99,9 +101,10 @@ def build(
     return optimizer
 
 
-def _fused(groups: Groups) -> bool:
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
+def _is_fused(params: Groups) -> bool:
+    devices = _get_fused_kernels_supported_devices()
+    parameters = [parameter for group in params for parameter in group["params"]]
+    return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
 
 def adamw(
@@ -115,11 +118,8 @@ def adamw(
         betas: decay rates of the two moments, per step.
         eps: added to the root of the second moment.
     """
-    if not _fused(params):
-        return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps)
-    from oneloop.optim.adamw import AdamW  # late: its import of DTensor takes seconds
-
-    return AdamW(params, lr=lr, betas=betas, eps=eps)
+    kind = AdamW if _is_fused(params) else torch.optim.AdamW
+    return kind(params, lr=lr, betas=betas, eps=eps)
 
 
 def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = False) -> Optimizer:
@@ -131,11 +131,8 @@ def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = Fa
         momentum: share of the previous update to keep.
         nesterov: use Nesterov momentum (requires momentum).
     """
-    if not _fused(params):
-        return torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
-    from oneloop.optim.sgd import SGD  # late, as AdamW
-
-    return SGD(params, lr=lr, momentum=momentum, nesterov=nesterov)
+    kind = SGD if _is_fused(params) else torch.optim.SGD
+    return kind(params, lr=lr, momentum=momentum, nesterov=nesterov)
 
 
 def muon(
@@ -145,7 +142,6 @@ def muon(
     lr: float,
     momentum: float = 0.95,
     nesterov: bool = True,
-    iterations: int = 5,
     precision: Literal["exact", "bf16"] = "exact",
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
@@ -161,15 +157,12 @@ def muon(
         lr: learning rate.
         momentum: momentum of Muon.
         nesterov: use Nesterov momentum in Muon.
-        iterations: number of Newton-Schulz iterations.
         precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another
             parallel layout differs by about 5e-3 after 20 steps.
         betas: decay rates of AdamW's moments.
         eps: added to the root of AdamW's second moment.
         adamw_for: names of modules whose matrices also get AdamW (a component of the dotted name).
     """
-    from oneloop.optim.muon import Muon, hidden_matrices  # late, as AdamW
-
     # Divide each group into matrices for Muon, and the rest for AdamW.
     matrices = hidden_matrices(model, adamw_for)
     groups: Groups = []
@@ -183,34 +176,11 @@ def muon(
         lr=lr,
         momentum=momentum,
         nesterov=nesterov,
-        iterations=iterations,
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         betas=betas,
         eps=eps,
         replicas=replicas,
     )
-
-
-def adafactor(
-    params: Groups,
-    *,
-    lr: float,
-    beta2_decay: float = -0.8,
-    eps: tuple[float | None, float] = (None, 1e-3),
-    d: float = 1.0,
-) -> Optimizer:
-    """torch's Adafactor (Shazeer & Stern 2018).
-
-    It makes a host sync in every step, and is rejected under FSDP2.
-
-    Args:
-        params: parameter groups.
-        lr: learning rate.
-        beta2_decay: decay rate of the second moment.
-        eps: terms for the update's denominator and for the parameter's scale.
-        d: clipping threshold of the update.
-    """
-    return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
 
 
 def set_lr(optimizer: Optimizer, lr: float, momentum: float | None = None) -> float:

@@ -76,7 +76,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(tops)
 
 
-def freeze(model: nn.Module, names: Iterable[str], *, keep_modes: bool = False) -> list[str]:
+def freeze(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Freeze these parameters.
 
     Modules whose parameters are all frozen are set to eval mode, so that their buffers do not
@@ -85,7 +85,6 @@ def freeze(model: nn.Module, names: Iterable[str], *, keep_modes: bool = False) 
     Args:
         model: not yet wrapped.
         names: of parameters.
-        keep_modes: leave all modules in their mode.
 
     Returns:
         The modules with dropout or batch statistics whose mode has changed to eval, by name and
@@ -95,8 +94,6 @@ def freeze(model: nn.Module, names: Iterable[str], *, keep_modes: bool = False) 
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    if keep_modes:
-        return []
     trained = {module for module in model.modules() if module.training}
     for module in model.modules():
         own = list(module.parameters())

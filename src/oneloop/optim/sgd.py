@@ -1,22 +1,19 @@
-"""Fused SGD that also updates sharded parameters.
+"""SGD of this rank's shards: fused, or element by element.
 
-torch's SGD does not support them (torch 2.15).
+torch's fused SGD does not support sharded parameters (torch 2.15).
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.sgd import sgd
 
 from oneloop.basics.tensors import local
-from oneloop.optim.elementwise import ignores_flag, sgd_
+from oneloop.optim.elementwise import ElementwiseStep, put
 
 
-class SGD(torch.optim.SGD):
-    """torch's fused SGD on each rank's shards, which is correct because the update is element-wise.
-
-    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
+class SGD(ElementwiseStep, torch.optim.SGD):
+    """torch's SGD, with the same bits; the momentum is zero before the first step.
 
     Args:
         params: parameters, or parameter groups.
@@ -25,8 +22,6 @@ class SGD(torch.optim.SGD):
         weight_decay: share of the parameters that is added to the gradients.
         nesterov: use Nesterov momentum.
     """
-
-    elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
 
     def __init__(
         self,
@@ -45,41 +40,47 @@ class SGD(torch.optim.SGD):
             nesterov=nesterov,
             fused=True,
         )
-        self.found_inf: Tensor | None = None
-        self.elementwise = ignores_flag(self.param_groups)
+        # torch's GradScaler unscales the gradients, and skips bad steps itself
+        self._step_supports_amp_scaling = False
 
-        # Make the whole state now, so that a checkpoint can be loaded before the first step.
-        for group in self.param_groups:
-            if group["momentum"]:
-                for parameter in group["params"]:
-                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the momentum, if there is one."""
+        return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient once."""
-        for group in self.param_groups:
-            # Collect this rank's shards.
-            params = [parameter for parameter in group["params"] if parameter.grad is not None]
-            buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-            mine = [local(p) for p in params]
-            gradients = [local(p.grad) for p in params]
-            kept: list[Any] = [b if b is None else local(b) for b in buffers]
+    def update_shards(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        group: dict[str, Any],
+    ) -> None:
+        """Update parameters and momentum."""
+        momentum = group["momentum"]
+        nesterov = group["nesterov"]
+        decay = group["weight_decay"]
+        buffers = [local(state["momentum_buffer"]) for state in states if momentum]
+        if not self.elementwise:
+            torch._fused_sgd_(
+                parameters,
+                gradients,
+                buffers,
+                lr=group["lr"],
+                momentum=momentum,
+                weight_decay=decay,
+                nesterov=nesterov,
+                dampening=0.0,
+                maximize=False,
+                is_first_step=False,
+                found_inf=self.found_inf,
+            )
+            return
 
-            # The fused kernel is faster; element by element, sharding does not change the bits.
-            if self.elementwise:
-                sgd_(mine, gradients, kept, group, self.found_inf)
-            elif params:
-                sgd(
-                    mine,
-                    gradients,
-                    kept,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    nesterov=group["nesterov"],
-                    dampening=0.0,
-                    maximize=False,
-                    fused=True,
-                    grad_scale=None,
-                    found_inf=self.found_inf,
-                )
+        moved: list[Tensor] | tuple[Tensor, ...] = gradients
+        if decay:
+            moved = torch._foreach_add(gradients, parameters, alpha=decay)
+        if momentum:
+            new = torch._foreach_mul(buffers, momentum)
+            torch._foreach_add_(new, moved)
+            moved = torch._foreach_add(moved, new, alpha=momentum) if nesterov else new
+            put(buffers, new, self.found_inf)
+        put(parameters, torch._foreach_add(parameters, moved, alpha=-group["lr"]), self.found_inf)

@@ -22,21 +22,16 @@ _PLAIN = {
 """types as :func:`shown` writes them, and their descriptions"""
 _NO_WARMUP = "schedule.name!=*.OneCycleLR|*.CyclicLR|*_with_warmup"  # these have their own
 NEEDS = {
-    "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
     "schedule.final": "schedule.name!=constant|plateau|torch.*|transformers.*",
     "schedule.length": "schedule.name!=constant|plateau",
-    "ema.ramp": "ema.half_life!=0",
     "ema.start": "ema.decay!=0",
     "ema.warmup_power": "ema.decay!=0",
-    "ema.warmup_gamma": "ema.warmup_power!=0",
     "schedule.warmup": _NO_WARMUP,
     "schedule.warmup_start": f"{_NO_WARMUP} schedule.warmup!=0",
     "schedule.warmup_offset": f"{_NO_WARMUP} schedule.warmup!=0",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
     "stop.patience": "eval.every!=0",
-    "guard.spike": "guard.sigma!=0",
-    "guard.window": "guard.sigma!=0",
     "machine.compile_mode": "machine.compile!=none",
 }
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after

@@ -106,7 +106,7 @@ class ParametersConfig:
 @dataclass(frozen=True)
 class OptimizerConfig:
     name: str = "adamw"
-    """adamw, sgd, muon, adafactor, or the class path of a torch.optim.Optimizer"""
+    """adamw, sgd, muon, or the class path of a torch.optim.Optimizer"""
     lr: float = 1e-3
     """peak learning rate"""
     weight_decay: float = 0.0
@@ -114,19 +114,13 @@ class OptimizerConfig:
     clip: float = 1.0
     """maximum global gradient norm (0: no clipping)"""
     lr_at_batch: int = 0
-    """global batch size that optimizer.lr is for; optimizer.lr_rule scales it to batch.size (0: no
-    scaling)"""
-    lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
-    """scaling of the learning rate with the batch size: sqrt for Adam-like optimizers, linear for
-    SGD"""
+    """global batch size that optimizer.lr is for; for batch.size, the rate is scaled linearly with
+    sgd and torch.optim.SGD, else by the square root (0: no scaling)"""
     groups: dict[str, ParametersConfig] = field(default_factory=dict)
     """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias':
     {weight_decay: 0}, 'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or
     the start of one; * matches any text, ? one character and [0-5] one of several. The pattern *
     gives defaults, which any other pattern overrides"""
-    frozen_modules: Literal["eval", "keep"] = "eval"
-    """mode of modules whose parameters are all frozen: eval (no dropout, fixed statistics), or keep
-    that of model()"""
     layer_decay: float = 1.0
     """factor of the learning rate from each block of the model to the block below it (1: no
     decay)"""
@@ -183,24 +177,19 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class EmaConfig:
     half_life: Duration | list[Duration] = Duration(0)
-    """duration after which the contribution of a weight has halved (0: no EMA; a list: several
-    EMAs)"""
+    """duration after which the contribution of a weight has halved; at most 5% of the training so
+    far (0: no EMA; a list: several EMAs)"""
     decay: float = 0.0
     """decay factor per step, instead of a half-life (0: none)"""
     power: list[float] = field(default_factory=list)
     """widths of power-function EMAs as shares of the run (0.05, 0.1); oneloop export can mix other
     widths later"""
-    ramp: float | None = None
-    """upper limit of the half-life, as a share of the training so far (0: no limit; null: 0.05 with
-    ema.half_life)"""
     start: Duration | None = None
     """duration until which the EMA is a copy of the weights, with ema.decay (0: the first step;
     null: the EMA starts from the initial weights)"""
     warmup_power: float = 0.0
-    """exponent of a warm-up of ema.decay, which is at most 1 - (1 + n / ema.warmup_gamma) ** -power
-    n steps after the first or ema.start (timm, ema-pytorch: 0.6666666666666666; 0: none)"""
-    warmup_gamma: float = 1.0
-    """scale of the warm-up of ema.decay in steps"""
+    """exponent of a warm-up of ema.decay, which is at most 1 - (1 + n) ** -power n steps after the
+    first or ema.start (timm, ema-pytorch, diffusers: 0.6666666666666666; 0: none)"""
     buffers: bool = False
     """also average floating-point buffers, such as BatchNorm statistics (timm, torchvision:
     true)"""
@@ -221,7 +210,6 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         at_least(0, ema__decay=self.decay, ema__warmup_power=self.warmup_power)
-        at_least(0, ema__ramp=self.ramp or 0, ema__warmup_gamma=self.warmup_gamma)
         at_least(1, ema__every=self.every)
 
         # These keys are for runs with EMA weights.
@@ -232,8 +220,6 @@ class EmaConfig:
                 f"ema.{without[0]} {getattr(self, without[0])} has no effect without EMA weights; "
                 f"set ema.half_life, ema.decay or ema.power, or remove ema.{without[0]}"
             )
-        if not self.warmup_gamma:
-            raise BadInput("ema.warmup_gamma must be above 0, got 0")
         if self.warms_up and self.every != 1:
             raise BadInput(
                 f"ema.every {self.every} cannot be combined with ema.start or ema.warmup_power; "
@@ -257,12 +243,9 @@ class GuardConfig:
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"
     """action if the loss or gradient is NaN or Inf: stop the run with exit code 3; skip the step;
     or rewind to the last checkpoint and skip the samples since then"""
-    spike: Literal["stop", "skip", "rewind"] = "skip"
-    """action if the loss or gradient norm is far above that of earlier steps"""
     sigma: float = 0.0
-    """threshold of a spike: standard deviations above the mean of the window (0: off; common: 6)"""
-    window: int = 100
-    """number of steps in the window"""
+    """threshold of a spike of loss or gradient norm, whose step is skipped: standard deviations
+    above the mean of the last 100 steps (0: off; common: 6)"""
     patience: int = 10
     """bad steps in a row (or rewinds without a new checkpoint) before the run ends with exit code
     3"""
@@ -270,4 +253,3 @@ class GuardConfig:
     def __post_init__(self) -> None:
         at_least(0, guard__sigma=self.sigma)
         at_least(1, guard__patience=self.patience)
-        within(2, 100_000, guard__window=self.window)

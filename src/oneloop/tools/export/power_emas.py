@@ -1,7 +1,7 @@
 """Load a power-function EMA of any width from the EMAs in the checkpoints of a run."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import Store, problems
-from oneloop.ema import gamma, post_hoc
+from oneloop.ema import gamma
 
 
 class _PowerEma(NamedTuple):
@@ -98,3 +98,24 @@ def load_power_ema(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     load_tensors(checkpoint, model)
     for name, parameter in averaged.items():
         parameter.copy_(total[name])
+
+
+def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
+    """Return the factors that combine saved power-function averages into one that was not kept.
+
+    They are a least-squares fit (Karras et al. 2024, algorithm 3). An average is a pair: samples
+    seen, sigma_rel."""
+    import numpy as np
+
+    def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
+        # The inner product of two averages' weight functions.
+        ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
+        scale = (gamma_a + gamma_b + 1) * np.maximum(t_a, t_b)
+        return (gamma_a + 1) * (gamma_b + 1) * ratio / scale
+
+    t = np.array([seen for seen, _ in saved])[:, None]
+    g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
+    seen, sigma_rel = wanted
+    among = inner(t, g, t.T, g.T)
+    factors = np.linalg.solve(among, inner(t, g, seen, gamma(sigma_rel)))
+    return [float(factor) for factor in factors[:, 0]]

@@ -89,7 +89,9 @@ class StepCosts:
                 parameter for parameter in self.model.parameters() if parameter.requires_grad
             ]
             self.optimizer = job.make_optimizer(self.model)
-            self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
+            self.emas = [
+                EMA(self.model, settings, optimizer=self.optimizer) for settings in job.emas
+            ]
             names = self._metric_names()
             reshard(self.model)
             self._gradients = Gradients(
