@@ -90,7 +90,7 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         optimizer.zero_grad()
         value = loss.detach()
         meter.step(loss=value, weight=160.0, samples=160, norm=norm)
-        meter.clock.step("update")
+        meter.clock.lap("update")
         done += 1
         if log:
             logged.append(before + seconds(write))

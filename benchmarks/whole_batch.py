@@ -161,7 +161,7 @@ def timed(rounds: int) -> Iterator[str]:
                 run.accelerator.gradient_accumulation_steps = job.layout.accumulate
                 group, meter = group_of(job, run, samples), Meter(run.accelerator)
                 began = time.perf_counter()
-                accumulate(job, run, made, group, meter, position=0, measured=False)
+                accumulate(run, made, group, meter, position=0, measured=False)
                 return time.perf_counter() - began
 
             step()
@@ -261,7 +261,6 @@ def ours(folder: str, micro: int) -> dict[str, Tensor]:
     make = job.task._maker([0, 1])
     texts = [line.split("\t") for line in (Path(folder) / "pairs.txt").read_text().splitlines()]
     accumulate(
-        job,
         run,
         made,
         group_of(job, run, [make(pair) for pair in texts]),

@@ -20,7 +20,6 @@ from oneloop.data.sample_reader import CannotSend, sample_reader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
-from oneloop.show.examples import Examples
 from oneloop.task_protocol.evaluation_metrics import make_metrics, matrices, prefix, scalars
 from oneloop.task_protocol.evaluation_sums import LossSums, WholeBatches
 from oneloop.task_protocol.generated import Generation, for_metrics, generating_weights
@@ -56,7 +55,7 @@ def evaluate(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     interrupted: Callable[[], bool] = lambda: False,
-    examples: Examples | None = None,
+    examples: Any = None,
     name: str = "",
     exact: bool = False,
     window: int | None = None,
@@ -75,7 +74,8 @@ def evaluate(
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
         interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
-        examples: collects samples to show, if the task can show them, and matrices.
+        examples: collects samples to show, if the task can show them, and matrices
+            (:class:`oneloop.tools.report.examples.Examples`).
         name: name of the set, for messages.
         exact: bit-identical losses and metrics on any number of ranks.
         window: samples of a loss over a whole batch (default: ``micro``); the last may be smaller.
@@ -167,7 +167,7 @@ def _combined(
     losses: LossSums | WholeBatches,
     metrics: RankMetrics | None,
     task: object,
-    examples: Examples | None,
+    examples: Any,
 ) -> dict[str, float]:
     """Return losses and metrics of all ranks. Collective: call on every rank."""
     # The mean loss of all samples; of several sources also that of each one.
@@ -236,7 +236,7 @@ class _Loading:
 
 
 def _look(
-    examples: Examples | None,
+    examples: Any,
     task: Objective,
     model: nn.Module,
     loading: "_Loading",
@@ -300,7 +300,7 @@ def evaluate_all(
     sets: Mapping[str, Any],
     *,
     emas: Iterable[EMA] = (),
-    examples: Examples | None = None,
+    examples: Any = None,
     generation: Generation | None = None,
     **options: Any,
 ) -> dict[str, dict[str, float]] | None:

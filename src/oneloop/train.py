@@ -3,15 +3,14 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits
 """
 
-import sys
-
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
+    import sys
+
     from oneloop.launch import hidden_modules
 
     hidden_modules.begin(sys.argv[1:])
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from oneloop.checks.preflight import preflight
 from oneloop.checks.repeats import Checks
@@ -20,15 +19,13 @@ from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
-from oneloop.loop.open_run import open_run
-from oneloop.loop.parts import Parts
-from oneloop.loop.steps import NO_WEIGHT, Steps
+from oneloop.loop.steps import StepBatches
 from oneloop.loop.training_state import State
 from oneloop.loop.upkeep import Upkeep
-from oneloop.measure.meter import Meter, Sums
+from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard, Step, contagious
-from oneloop.optim.bad_step_policy import Fault, Outcome
-from oneloop.optim.clip import clear_gradients, clip_
+from oneloop.optim.bad_step_policy import Outcome
+from oneloop.optim.clip import clip_
 from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder
@@ -36,40 +33,28 @@ from oneloop.run.folder import Folder
 
 # --8<-- [start:loop]
 def accumulate(
-    job: Job,
-    run: Run,
-    gradients: Gradients,
-    group: Group,
-    meter: Meter,
-    *,
-    position: int,
-    measured: bool,
-) -> Sums:
+    run: Run, gradients: Gradients, group: Group, meter: Meter, *, position: int, measured: bool
+) -> None:
     """Accumulate a step's gradients: the loss is the sum over the global batch / its weight.
 
     Args:
-        job: what the recipe describes.
-        run: this process, with its rank and accelerator.
-        gradients: seeds the random numbers of each micro-batch, and sums its gradients.
+        run: this process, with its accelerator.
+        gradients: seeds the random numbers of each micro-batch; sums gradients, losses and metrics.
         group: this rank's micro-batches, their weights, and the total weight of all ranks.
         meter: its clock measures the phases of the step.
         position: index of the step's first sample in the order of all samples.
         measured: whether to measure what only a log line shows.
-
-    Returns:
-        The sums of this rank's losses and metrics, on the device.
     """
     accelerator = run.accelerator
     model = gradients.model
     clock = meter.clock
-    sums = gradients.sums()
 
     # Divide the summed loss by the total weight of the global batch. The factor undoes accelerate's
     # mean over the micro-batches; DDP and FSDP2 are set to sum over the ranks
     # (machine/reduction.py).
     scale = gradients.factor / group.total
 
-    with gradients.step(position, measured=measured):
+    with gradients.summing(position, measured=measured):
         # A loss over the whole batch (contrastive) makes a first pass over all micro-batches here.
         loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
 
@@ -79,15 +64,13 @@ def accumulate(
                 loss, outputs = loss_of(model, batch)
                 # loss * scale. A NaN loss on one rank makes the gradient norm NaN on all ranks.
                 accelerator.backward(contagious(loss, scale))
-            sums.add(loss, outputs, weight)
+            gradients.sums.add(loss, outputs, weight)
             clock.mark("compute")
-    return sums
 
 
 def update(
     gradients: Gradients,
     guard: Guard,
-    sums: Sums,
     *,
     lr: float,
     clip: float,
@@ -99,9 +82,8 @@ def update(
     The step is then pending: whether its gradients were bad is not yet known.
 
     Args:
-        gradients: the gradients of the step.
+        gradients: the gradients of the step, and the sums of its losses and metrics.
         guard: updates the weights, or detects that the step is bad.
-        sums: what :func:`accumulate` returned.
         lr: learning rate.
         clip: largest global norm of the gradients (0: no limit).
         weight: total weight of the global batch.
@@ -115,11 +97,12 @@ def update(
     # Queue the update. With a fused optimizer, the host does not wait to learn of bad gradients.
     set_lr(guard.optimizer, lr, momentum)
     gradients.seed_update()  # of an optimizer that draws random numbers
+    sums = gradients.sums
     guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
-    clear_gradients(gradients.parameters)
+    gradients.clear()
 
 
-def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
+def accept(step: Step, meter: Meter, emas: list[EMA], samples: int) -> None:
     """Record a step of ``samples`` samples that was not bad, and update the EMA weights.
 
     The weights are those of this step: the next update is not queued yet.
@@ -169,44 +152,36 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         total=gradients.total,
     )
 
-    # Resume from a checkpoint, if there is one. Nothing is written before open_run().
-    state = State(job, run, folder.path, model, optimizer, emas, guard, trial)
-    run_log = open_run(job, run, folder, state, trial)
-    count, meter, checkpoints = state.count, state.meter, state.checkpoints
+    # Resume from a checkpoint, if there is one. Nothing is written before open().
+    state = State(job, run, folder, model, optimizer, emas, guard, trial)
+    state.open(trial)
+    count = state.count
+    meter = state.meter
     clock = meter.clock  # mark(phase): the time since the last mark was spent on this phase
-    steps = Steps(job, run, count, checkpoints, gradients)
+    step_batches = StepBatches(state, gradients.units)
     checks = Checks(job, run, model, trial, seed=gradients.seed_as, units=gradients.units)
-    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, checks, steps))  # the rare work
-    evaluations, ending = upkeep.evaluations, upkeep.ending
+    upkeep = Upkeep(state, gradients, checks, step_batches)  # the rare work
 
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step (see below), or None if no step is pending."""
-        steps.compare_fsdp2_units()  # all ranks must have run the same modules in the same order
+        step_batches.compare_fsdp2_units()  # all ranks must have run the same modules in one order
         step = guard.resolve()
         if step is None:
             return None
-        if step.fault is not Fault.NONE:
-            return upkeep.bad_steps.handle(step)  # skip, rewind, or raise Diverged
-        count.trained(layout.size, step.weight)
-        accept(step, meter, emas, layout.size)
-        upkeep.bad_steps.seen.accepted()
-        return Outcome.ACCEPTED
+        outcome = upkeep.judge(step)  # of a bad step: skip, rewind, or raise Diverged
+        if outcome is Outcome.ACCEPTED:
+            count.trained(layout.size, step.weight)
+            accept(step, meter, emas, layout.size)
+        return outcome
 
-    def save() -> None:
-        """Start a checkpoint, which waits at most for a copy. No step may be pending."""
-        run_log.event("save")
-        state.save(checkpoints, count.step, about=evaluations.best(), keep=evaluations.kept())
-        upkeep.bad_steps.seen.saved()
-        clock.mark("save")
-
-    # Save a first checkpoint, if bad steps rewind to one.
-    if job.policy.rewinds and not run_log.resumed:
-        save()
+    # Save a first checkpoint, if bad steps rewind to one. No step may be pending at a save.
+    if job.policy.rewinds and not state.resumed:
+        upkeep.save()
 
     # Make up for an evaluation that a stop prevented. Another stop may prevent it again.
-    stopped = count.evaluation_due and not evaluations.validate()
+    stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()
-    with upkeep.around_steps(folder.path) as profiling:
+    with upkeep.around_steps() as profiler:
         # The pending step. guard.step() queues an update, which the device skips if its gradients
         # are bad. The step is then pending: the host does not yet know whether it was skipped. It
         # queues the next backward first, and then calls resolve():
@@ -216,21 +191,22 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         # step n right after update n.
         #
         # A group: this rank's micro-batches of a step, whose total weight all ranks agreed on.
-        for group in clock.over("data", () if stopped or upkeep.over() else steps):
+        for group in clock.over("data", () if stopped or upkeep.over() else step_batches):
             expected = count.step + guard.pending + 1  # its number, if the pending step is accepted
-            profiling.step(expected)
+            profiler.advance(expected)
             if group.total == 0:
                 resolve()  # it may raise its own error
-                raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
+                raise ValueError(
+                    f"step {count.step + 1}: the total weight of the global batch is 0, so the "
+                    "mean loss is undefined; check task.weight()"
+                )
 
             # Before some logged steps, all ranks compute one micro-batch, compare, and restore.
             checks.repeat_if_due(group, count.position)
             clock.mark("other")
             # Accumulate gradients.
             measured = intervals.is_due("log", expected)
-            sums = accumulate(
-                job, run, gradients, group, meter, position=count.position, measured=measured
-            )
+            accumulate(run, gradients, group, meter, position=count.position, measured=measured)
 
             # Resolve the previous step. A rewind has cleared these gradients, too.
             if resolve() is Outcome.REWOUND:
@@ -241,14 +217,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             meter.before_update(measured=intervals.is_due("log", number))
             lr = job.rate(count.step, reductions=count.reductions)
             momentum = job.rate.momentum(count.step)  # None: the schedule does not change it
-            update(gradients, guard, sums, lr=lr, momentum=momentum, clip=clip, weight=group.total)
+            update(gradients, guard, lr=lr, momentum=momentum, clip=clip, weight=group.total)
             count.position += layout.size  # also if this step is skipped
 
             # Is anything due, such as "log" or "save"? If not, leave this step pending.
             due = intervals.due(number, save=group.save)
             stopped = group.stop  # a stop request on any rank
             outcome = resolve() if due or stopped else None
-            clock.step("update")
+            clock.lap("update")
             if outcome is Outcome.REWOUND:
                 continue  # the next group carries a stop request again
             if outcome is not Outcome.ACCEPTED and not stopped:
@@ -262,30 +238,21 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Save a checkpoint.
             over = upkeep.over()
-            if "save" in due or stopped or over or evaluations.is_best():
-                save()
+            if "save" in due or stopped or over or upkeep.is_best():
+                upkeep.save()
 
             # Done?
             if stopped or over:
                 break
     # --8<-- [end:loop]
 
-    # Wait for the last checkpoint, and write final/ (the best weights if the recipe asks for them).
-    failed = checkpoints.finish()
-    final = ending.final_weights(stopped=stopped)
-    checkpoints.close()
-    ending.write_final(folder.path / "final", final)
-
-    # Evaluate on the test set, unless the run was stopped. A stop also ends this evaluation.
-    stopped = stopped or not ending.last_evaluation(final)
-    if failed and stopped:  # the run is not done, and cannot be resumed from where it was
-        raise OSError("the run was stopped, but the last checkpoint could not be written")
-    return ending.summary(final, stopped=stopped)
+    # Wait for the last checkpoint, write final/, evaluate on the test set, and sum up.
+    return upkeep.end(stopped=stopped)
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
+def main(argv: list[str] | None = None) -> None:
     """Train the recipe that the command line names; exit with oneloop's exit code."""
-    entry.main(train, sys.argv[1:] if argv is None else argv)
+    entry.main(train, argv)
 
 
 if __name__ == "__main__":

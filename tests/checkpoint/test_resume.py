@@ -25,7 +25,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.checkpoints",
     "oneloop.checkpoint.resume",
     "oneloop.checkpoint.store",
-    "oneloop.loop.open_run",
     "oneloop.loop.training_state",
     "oneloop.train",
 )

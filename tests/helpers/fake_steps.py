@@ -121,8 +121,7 @@ class FakeSteps:
         self.seen.clear()
         weights = self._prepared.groups[number][1]
         group = Group(iter(batches), weights, apart=job.exact, total=sum(weights))
-        sums = accumulate(
-            job,
+        accumulate(
             self.run,
             self.gradients,
             group,
@@ -138,7 +137,7 @@ class FakeSteps:
 
         self.meter.before_update(log)
         recipe = job.recipe.optimizer
-        update(self.gradients, self.guard, sums, lr=recipe.lr, clip=recipe.clip, weight=group.total)
+        update(self.gradients, self.guard, lr=recipe.lr, clip=recipe.clip, weight=group.total)
         return None if before is None else before.fault
 
     def evaluation(self) -> Any:

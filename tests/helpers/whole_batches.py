@@ -235,8 +235,8 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
         made = Gradients(job, run, model, parameters, preflight(job, run, model))
         samples = [job.train_set[index] for index in range(BATCH)]
         group = group_of(job, run, samples)
-        sums = accumulate(job, run, made, group, Meter(run.accelerator), position=0, measured=True)
-        loss = float(made.total(torch.as_tensor(sums.loss))) / BATCH
+        accumulate(run, made, group, Meter(run.accelerator), position=0, measured=True)
+        loss = float(made.total(torch.as_tensor(made.sums.loss))) / BATCH
         whole = [
             p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters
         ]

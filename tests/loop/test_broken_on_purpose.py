@@ -58,16 +58,16 @@ def own_weight() -> None:
 
 
 def _change_totals(changed: Any) -> None:
-    from oneloop.loop.steps import Steps
+    from oneloop.loop.steps import StepBatches
 
-    agreed = Steps.__iter__
+    agreed = StepBatches.__iter__
 
-    def wrong(self: Steps) -> Iterator[Any]:
+    def wrong(self: StepBatches) -> Iterator[Any]:
         for group in agreed(self):
             group.total = changed(group, group.total, self._run.ranks)
             yield group
 
-    Steps.__iter__ = wrong
+    StepBatches.__iter__ = wrong
 
 
 def a_ranks_slice() -> None:

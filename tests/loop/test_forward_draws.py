@@ -128,13 +128,11 @@ def test_steps_draw_other_numbers_and_a_resume_the_same(tmp_path, ranks, config)
 @pytest.mark.parametrize(
     ("ranks", "config"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
 )
-def test_a_model_that_begins_to_draw_late_is_reported_and_seeded(tmp_path, ranks, config):
+def test_a_model_that_begins_to_draw_late_is_reported(tmp_path, ranks, config):
     late = ["--task.late", "4"]  # forwards of the check, and of the first two steps
     steps, _, _, output = trained(tmp_path, "late", *late, ranks=ranks, config=config)
     assert steps[2] == [0.0] * len(DRAWN)
-    later = [steps[step] for step in (4, 5, 6)]
-    assert all(len(set(kind)) == 3 for kind in zip(*later, strict=True))
-    assert output.count("a forward draws from Python's or numpy's generator, and drew nothing") == 1
+    assert output.count("another parallel layout trains a different model") == 1
 
 
 def test_states_are_compared_and_restored():

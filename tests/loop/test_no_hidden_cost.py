@@ -48,7 +48,7 @@ def counted(argv: list[str]) -> dict[str, int]:
     code = 0
     try:
         original, train.Run.end = train.Run.end, lambda self, code: None
-        Profiling.step = step
+        Profiling.advance = step
         train.main(argv)
     except SystemExit as end:
         code = end.code

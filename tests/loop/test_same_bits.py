@@ -304,7 +304,7 @@ def seeded_by_rank(words: list[str]) -> None:
     from oneloop.loop.gradients import Gradients
 
     def by_rank(own: Gradients, micro: int) -> None:
-        reseed(own._run.device, own._job.recipe.seed, own._at[0], own._run.rank, micro)
+        reseed(own._run.device, own._job.recipe.seed, own._position, own._run.rank, micro)
 
     Gradients._seed = by_rank
     train(words)

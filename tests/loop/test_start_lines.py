@@ -18,7 +18,7 @@ from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.checks.preflight",
-    "oneloop.loop.open_run",
+    "oneloop.loop.training_state",
     "oneloop.loop.start_lines",
     "oneloop.run.environment",
 )

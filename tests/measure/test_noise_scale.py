@@ -17,7 +17,7 @@ from tiny import Ragged
 from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.loop.log_steps",
+    "oneloop.loop.upkeep",
     "oneloop.measure.noise_scale",
     "oneloop.optim.clip",
     "oneloop.tools.report.advice",

@@ -14,7 +14,7 @@ from oneloop.measure.stragglers import Stragglers, product_seconds
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.loop.log_steps",
+    "oneloop.loop.upkeep",
     "oneloop.measure.stragglers",
 )
 

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.launch.processes",
     "oneloop.loop.bad_steps",
-    "oneloop.loop.parts",
     "oneloop.loop.steps",
     "oneloop.loop.upkeep",
     "oneloop.measure.profiling",
@@ -250,16 +249,16 @@ class StoppedAt:
         self.steps = steps
 
     def __call__(self, words: list[str]) -> None:
-        from oneloop.loop.steps import Steps
+        from oneloop.loop.steps import StepBatches
 
-        agreed = Steps.__iter__
+        agreed = StepBatches.__iter__
 
-        def stopping(own: Steps):
+        def stopping(own: StepBatches):
             for number, group in enumerate(agreed(own), start=1):
                 group.stop = number in self.steps
                 yield group
 
-        Steps.__iter__ = stopping
+        StepBatches.__iter__ = stopping
         train(words)
 
 
@@ -415,8 +414,8 @@ def _numbers(words: list[str]) -> list[int]:
     """Return the step numbers that the profiler received during a run."""
     from oneloop.measure.profiling import Profiling
 
-    numbers, step = [], Profiling.step
-    Profiling.step = lambda self, number: (numbers.append(number), step(self, number))
+    numbers, step = [], Profiling.advance
+    Profiling.advance = lambda self, number: (numbers.append(number), step(self, number))
     with pytest.raises(SystemExit):
         train(words)
     return numbers

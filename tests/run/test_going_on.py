@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.checkpoint.writer",
     "oneloop.loop.ending",
-    "oneloop.loop.open_run",
+    "oneloop.loop.training_state",
     "oneloop.recipe.comparison",
     "oneloop.run.compatibility",
     "oneloop.run.final_weights",

@@ -16,16 +16,16 @@ from torch.nn import functional as F
 
 from oneloop.evaluation import evaluate
 from oneloop.launch.processes import start
-from oneloop.show.examples import Examples, plain
 from oneloop.task_protocol.evaluation_metrics import directions
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tools.report.examples import Examples, plain
 from oneloop.tools.report.pictures import data_url, log_samples
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
-    "oneloop.show.examples",
+    "oneloop.tools.report.examples",
     "oneloop.show.tracking",
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.tasks.causal_lm",

@@ -432,7 +432,7 @@ def odd(words: list[str]) -> dict[str, object]:
         made = Gradients(job, there, model, [*model.parameters()], seen)
         samples = [job.train_set[index] for index in range(32)]
         group = whole_batches.group_of(job, there, samples)
-        accumulate(job, there, made, group, Meter(there.accelerator), position=0, measured=False)
+        accumulate(there, made, group, Meter(there.accelerator), position=0, measured=False)
         found[fault] = model.a.norm.running_mean, model.a.norm.num_batches_tracked, samples
     return found
 

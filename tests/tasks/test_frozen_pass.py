@@ -26,7 +26,7 @@ from slow_cases import with_slow
 from worlds import apply, back_to, here, run
 
 pytestmark = pytest.mark.covers(
-    "oneloop.loop.begin_folder",
+    "oneloop.loop.training_state",
     "oneloop.run.before_run",
     "oneloop.run.source_code",
     "oneloop.tasks.frozen.outputs",

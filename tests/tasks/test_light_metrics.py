@@ -15,7 +15,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
-    "oneloop.show.examples",
+    "oneloop.tools.report.examples",
     "oneloop.tasks.class_counts",
     "oneloop.tasks.language.text_sums",
     "oneloop.tasks.light_metrics",
@@ -79,7 +79,7 @@ def both() -> list[tuple[dict, list]]:
     starts at zero."""
     from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
-    from oneloop.show.examples import Examples
+    from oneloop.tools.report.examples import Examples
 
     world = start()
     model = world.prepare(nn.Sequential(nn.Identity(), Scaled()))

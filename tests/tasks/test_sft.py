@@ -17,7 +17,7 @@ from worlds import apply, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.recipe.read",
-    "oneloop.show.examples",
+    "oneloop.tools.report.examples",
     "oneloop.tasks.language.chat",
     "oneloop.tasks.language.completions",
     "oneloop.tasks.language.generation",

@@ -296,7 +296,7 @@ def test_charts_can_be_drawn_by_samples_and_time(folder, browser):
 @needs_chromium
 @pytest.mark.parametrize("width", [1200, 400])
 def test_pictures_come_first_and_every_part_is_wide_enough(tmp_path, browser, width):
-    from oneloop.show.examples import Examples, plain
+    from oneloop.tools.report.examples import Examples, plain
 
     torch.manual_seed(0)
     examples = Examples()

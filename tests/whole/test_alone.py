@@ -360,14 +360,14 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
     meter = Meter(accelerator, model.parameters())
     with Profiling(tmp_path, accelerator.device, profile="2-3") as profiling:
         for step in range(1, 5):
-            profiling.step(step)
+            profiling.advance(step)
             meter.clock.mark("data")
             loss = model(torch.ones(4, 3)).sum()
             accelerator.backward(loss)
             meter.clock.mark("compute")
             meter.before_update()
             optimizer.step()
-            meter.clock.step("update")
+            meter.clock.lap("update")
             meter.step(loss=loss.detach(), weight=4, samples=4, norm=loss.detach())
     metrics = meter.read()
     assert (

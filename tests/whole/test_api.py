@@ -28,7 +28,8 @@ import json
 import random
 import oneloop
 small = {"task": {"width": 8}, "duration": 6}
-summary = oneloop.fit("digits", **small, track="none", run={"dir": "run"}, watch={"output": "quiet"})
+quiet = {"track": "none", "watch": {"output": "quiet"}}
+summary = oneloop.fit("digits", **small, **quiet, run={"dir": "run"})
 before = random.getstate()
 metrics = oneloop.evaluate(summary)
 rows = oneloop.predict("run")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.houses",
     "oneloop.train",
     "oneloop.loop.steps",
-    "oneloop.loop.open_run",
+    "oneloop.loop.training_state",
     "oneloop.launch.signals",
 )
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
-from oneloop.show.examples import plain
 from oneloop.show.terminal import metric
 from oneloop.tools.report.example_pages import _verdict
+from oneloop.tools.report.examples import plain
 from silent_cases import unfinished
 from worlds import after, run, train
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.class_paths",
     "oneloop.run.compatibility",
     "oneloop.run.source_code",
-    "oneloop.show.examples",
+    "oneloop.tools.report.examples",
     "oneloop.show.terminal",
     "oneloop.tools.after_training.prediction",
     "oneloop.tools.report.example_pages",

@@ -424,13 +424,29 @@ def stored(function: ast.FunctionDef) -> set[str]:
     return names
 
 
+def imported(tree: ast.Module) -> list[str]:
+    """Return the names that a module imports, without those of its ``__main__`` blocks."""
+    names = []
+    nodes = [node for node in tree.body if "__main__" not in ast.unparse(node)]
+    for node in (inner for outer in nodes for inner in ast.walk(outer)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+    return names
+
+
+def test_imported_names_are_counted_but_not_those_of_the_main_block():
+    source = "import a.b\nfrom c import d as e, f\ndef g():\n    import h\n"
+    source += "if __name__ == '__main__':\n    import i\n"
+    assert imported(ast.parse(source)) == ["a.b", "e", "f", "h"]
+
+
 def test_the_loop_is_one_page():
     source = (PACKAGE / "train.py").read_text()
     tree = ast.parse(source)
     (train,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "train")
     assert len(source.splitlines()) - len(code_measures.docstring_lines(source)) <= 240
     assert length(train) <= 150
-    assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 23
+    assert len(imported(tree)) <= 20, imported(tree)
     assert len(stored(train)) <= 45
     assert sum(isinstance(node, ast.FunctionDef) for node in ast.walk(train)) - 1 <= 2
     for call in ("accelerator.accumulate(", "accelerator.backward(", "clip_(", "guard.step("):
@@ -467,8 +483,8 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("tasks/augmentation.py", "def __getitem__"),
             ("data/seeded_samples.py", "class Batches"),
             ("data/step_batches.py", "Batches(samples, collate)", "\ndef groups("),
-            ("loop/steps.py", "return groups(", "class Steps"),
-            ("train.py", "= Steps(", "guard.step("),
+            ("loop/steps.py", "return groups(", "class StepBatches"),
+            ("train.py", "= StepBatches(", "guard.step("),
             ("optim/bad_step_guard.py", "self.optimizer.step()"),
         ],
     ),
@@ -482,11 +498,12 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         ],
     ),
     "SIGTERM to the saved checkpoint": (
-        7,
+        8,
         [
             ("launch/signals.py", "signal.Signals(number)", "def requested"),
             ("loop/steps.py", "stopping.requested", "group.stop ="),
-            ("train.py", "group.stop", "state.save("),
+            ("train.py", "group.stop", "upkeep.save()"),
+            ("loop/upkeep.py", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
             ("checkpoint/checkpoints.py", "SaveRequest(", "self.saving."),
             ("checkpoint/background_save.py", "SaveRequest"),
@@ -494,11 +511,12 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         ],
     ),
     "a NaN to the skipped step": (
-        4,
+        5,
         [
-            ("train.py", "contagious(loss", "upkeep.bad_steps.handle(step)"),
+            ("train.py", "contagious(loss", "upkeep.judge(step)"),
             ("optim/bad_step_guard.py", "def contagious", "found_inf"),
-            ("loop/bad_steps.py", "def handle", "self.seen.answer("),
+            ("loop/upkeep.py", "= handle(step"),
+            ("loop/bad_steps.py", "def handle", "in_a_row.answer("),
             ("optim/bad_step_policy.py", "def answer"),
         ],
     ),

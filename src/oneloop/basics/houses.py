@@ -43,7 +43,7 @@ TOOLS = {
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
     "batch.micro auto": ("tools.plan.micro_batch",),
-    "pictures of samples": ("tools.report.pictures",),
+    "examples": ("tools.report.examples", "tools.report.pictures"),
     "the report page": ("tools.report.page", "tools.run_reader"),
     "a packaged task": ("tasks",),
     "a new task": ("tasks.template",),

@@ -19,7 +19,7 @@ from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
 from oneloop.data.step_batches import Batch, transferred
 from oneloop.job.build import Job
-from oneloop.job.preflight_result import Others, Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.machine.fsdp2_units import Units
 from oneloop.measure.flops import Operations
@@ -61,7 +61,7 @@ class DryRun:
         # The answers to the questions.
         self.found = Preflight(
             additive=contract.additive or contract.whole,
-            others=Others(drawn=self.job.tried.draws_others),
+            draws_others=self.job.tried.draws_others,
         )
 
     def batch(

@@ -120,7 +120,7 @@ def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
             if before.get(name) != after.get(name) and name not in moved:
                 moved.append(name)
         dry.draws |= dry.drew()
-        found.others.drawn |= dry.seeded[1] != other_states()
+        found.draws_others |= dry.seeded[1] != other_states()
     found.draws |= dry.draws
     found.flops = operations.total / len(dry.micro_batch)
 

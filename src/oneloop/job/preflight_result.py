@@ -11,40 +11,10 @@ from torch import nn
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import missing, tool
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import other_states
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.task_protocol.user_code import named
-
-
-@dataclass
-class Others:
-    """Whether training draws from Python's or numpy's generator, as far as is known.
-
-    A checkpoint keeps it, so that a resumed run seeds these generators if the run did.
-    """
-
-    drawn: bool = False
-    drew: bool = False  # whether a step of this rank was the first that drew: not yet reported
-    before: tuple[Any, ...] | None = None  # their states before a forward that is watched
-
-    def watch(self) -> None:
-        """Watch the forward and backward that follow, unless it is known that they draw."""
-        if not self.drawn:
-            self.before = other_states()
-
-    def look(self) -> None:
-        """Find out whether a watched forward or backward drew."""
-        if self.before is not None:
-            self.drew = self.drawn = self.before != other_states()
-            self.before = None
-
-    def state_dict(self) -> dict[str, bool]:
-        return {"drawn": self.drawn}
-
-    def load_state_dict(self, state: dict[str, bool]) -> None:
-        self.drawn = self.drawn or bool(state["drawn"])
 
 
 @dataclass
@@ -55,7 +25,7 @@ class Preflight:
     additive: bool = True  # whether the loss of a batch is the sum of its samples' losses
     draws: bool = False  # whether collate, model or loss draw random numbers in training
     collate_draws: bool = False
-    others: Others = field(default_factory=Others)
+    draws_others: bool = False  # whether training draws from Python's or numpy's generator
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
     # parameters, then buffers, that a forward in training changes: "buffer norm.running_mean"

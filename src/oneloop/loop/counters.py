@@ -1,15 +1,9 @@
-"""The counters of a run, and its log, in which each line starts with the counters."""
+"""The counters of a run with its latest metrics, and its best evaluation."""
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-
-from oneloop.measure.meter import OWN_METRICS
-from oneloop.show.examples import Examples
-from oneloop.show.terminal import Display
-from oneloop.show.tracking import Tracking
 
 
 @dataclass
@@ -27,6 +21,8 @@ class Counters:
     waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
+    # the latest value of each metric; those of EMA weights are prefixed with the name of the EMA
+    results: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed_over(self) -> int:
@@ -77,30 +73,6 @@ class Counters:
         return metrics
 
 
-class Results(dict[str, float]):
-    """The latest value of each metric.
-
-    Metrics of EMA weights are prefixed with the name of the EMA.
-    """
-
-    def take(self, metrics: Mapping[str, float], weights: str) -> None:
-        """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
-        prefix = "" if weights == "raw" else f"{weights}/"
-        for name, value in metrics.items():
-            self[prefix + name] = value
-
-    def __missing__(self, name: str) -> float:
-        raise ValueError(
-            f"eval.best {name!r} is not a metric of the evaluation; it has {', '.join(self)}"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.update({name: float(value) for name, value in state.items()})
-
-
 @dataclass
 class Best:
     """The best evaluation so far, and the number of evaluations since."""
@@ -149,87 +121,3 @@ class Best:
         else:
             self.since += 1
         return better
-
-
-class RunLog:
-    """Writes metrics.jsonl, the trackers and the terminal.
-
-    Args:
-        count: the counters, with which each line starts.
-        results: gets the latest metrics.
-        tracking: metrics.jsonl and the trackers.
-        display: the terminal.
-        unit: what the weight counts: samples or tokens.
-        resumed: whether the run continues from a checkpoint of its own folder.
-        before: called before each line; it may raise an error.
-    """
-
-    def __init__(
-        self,
-        count: Counters,
-        results: Results,
-        tracking: Tracking,
-        display: Display,
-        *,
-        unit: str = "samples",
-        resumed: bool = False,
-        before: Callable[[], object] = lambda: None,
-    ) -> None:
-        self._before = before
-        self._count = count
-        self._results = results
-        self._tracking = tracking
-        self._display = display
-        self._unit = unit
-        self.resumed = resumed
-
-    def line(self, **metrics: Any) -> dict[str, Any]:
-        """Return a line: the counters, then these metrics, which may override counters."""
-        return {**self._count.as_metrics(self._unit), **metrics}
-
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Log a line to metrics.jsonl and the trackers."""
-        self._before()
-        self._tracking.log(line)
-
-    def event(self, name: str) -> None:
-        """Log an event, for example ``save``."""
-        self.write(self.line(event=name))
-
-    def log(self, metrics: Mapping[str, float], **more: str) -> None:
-        """Log training metrics, and print them.
-
-        Args:
-            metrics: by name.
-            more: only logged.
-        """
-        self._results["train/loss"] = metrics["train/loss"]
-        self.write(self.line(time=self._count.elapsed(), **metrics, **more))
-        named = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
-        self._display.metrics(self._count.step, metrics, named)
-
-    def evaluated(
-        self,
-        by_weights: Mapping[str, Mapping[str, float]],
-        examples: Examples | None = None,
-        *,
-        of: int | None = None,
-    ) -> None:
-        """Log the results of an evaluation.
-
-        Args:
-            by_weights: metrics by weights (``raw``, or the name of an EMA).
-            examples: predictions for the trackers.
-            of: the earlier step, the best one, that the weights are from. Then only test metrics
-                are logged: the others were logged at that step.
-        """
-        step = self._count.step if of is None else of
-        if examples is not None:
-            self._tracking.show(step, examples)
-
-        for weights, metrics in by_weights.items():
-            self._results.take(metrics, weights)
-            new = {n: v for n, v in metrics.items() if of is None or n.startswith("test/")}
-            if new:
-                self.write({**self.line(step=step), **new, "weights": weights})
-            self._display.results(step, metrics, weights)

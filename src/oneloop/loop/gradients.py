@@ -1,16 +1,15 @@
 """The gradients of one step: of the summed loss of the global batch, divided by its total weight.
 
->>> sums = gradients.sums()
->>> with gradients.step(position):
+>>> with gradients.summing(position):
 ...     for batch, weight in zip(group.batches, group.weights):
 ...         with accelerator.accumulate(model), gradients.micro_batch(weight):
 ...             accelerator.backward(loss(batch) * gradients.factor / group.total)
 >>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,21 +26,12 @@ from oneloop.machine.fsdp2_units import Units, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
-from oneloop.optim.clip import global_norm
+from oneloop.optim.clip import clear_gradients, global_norm
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
 
-class _MicroBatch(NamedTuple):
-    """Where a step is."""
-
-    position: int  # of the step's first sample in the order of all samples
-    number: int  # of the micro-batch in the step; -1 before the first one
-    weight: float  # of the micro-batch on this rank
-    measured: bool  # whether a log line follows the step
-
-
 class Gradients:
-    """Seeds and sums the gradients of a step.
+    """Seeds and sums the gradients of a step, and its losses and metrics (``sums``).
 
     With ``batch.grain``, it does so bit-identically on every parallel layout.
 
@@ -50,7 +40,7 @@ class Gradients:
         run: this process.
         model: the prepared model.
         parameters: the trained ones.
-        seen: what the preflight check found out.
+        trial: what the preflight check found out.
 
     Raises:
         BadInput: unused parameters must be searched for, and this torch cannot.
@@ -62,17 +52,19 @@ class Gradients:
         run: Run,
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
-        seen: Preflight,
+        trial: Preflight,
     ) -> None:
         layout = job.layout
         self._job = job
         self._run = run
         self.model = model
         self.parameters = parameters
-        self.seen = seen
+        self._metrics = trial.metrics
         self._sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
-        self.units = Units(model, union=self._search())
+        self.units = Units(model, union=self._search(trial))
         whole = is_whole_batch(job.task)
+        # Must the numbers of Python's and numpy's generators repeat, too?
+        self._seeds_others = job.exact or whole or trial.draws_others
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
         # Sum as torch does, or with batch.grain in one tree over the leaves (micro-batches that
@@ -93,9 +85,11 @@ class Gradients:
         # Indices of this rank's leaves in the step.
         self._leaves = torch.tensor(layout.leaves(run.rank), device=run.device)
 
-        self._at = _MicroBatch(0, -1, 0.0, False)
+        # Where the step is: the position of its first sample, and the number of the micro-batch.
+        self._position = 0
+        self._number = -1
 
-    def _search(self) -> Callable[[list[bool]], list[bool]] | None:
+    def _search(self, trial: Preflight) -> Callable[[list[bool]], list[bool]] | None:
         """Return what combines flags of used parameters over all ranks; None: not searched for."""
         asked = self._job.recipe.machine.find_unused_parameters
         able = search_unused(self.model)
@@ -103,7 +97,7 @@ class Gradients:
             raise BadInput(
                 "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
             )
-        searched = self._run.sharded and able and (asked or self.seen.unused)
+        searched = self._run.sharded and able and (asked or trial.unused)
         return self._run.union if searched else None
 
     @property
@@ -111,28 +105,28 @@ class Gradients:
         """Factor of the loss that undoes accelerate's mean over the micro-batches."""
         return self._reduction.factor
 
-    def sums(self) -> Sums:
-        """Return empty sums for one step, of the loss and of the metrics that it returns."""
-        return Sums(self.seen.metrics, apart=self._job.exact)
-
-    def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
-        """Return a context around the micro-batches of one step.
+    def summing(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
+        """Return a context around the micro-batches of one step, whose ``sums`` begin anew.
 
         Args:
             position: of the step's first sample in the order of all samples.
-            measured: measure the noise scale, if the run does; find out if the model draws from
-                Python's or numpy's generator.
+            measured: measure the noise scale, if the run does.
         """
-        self._at = _MicroBatch(position, -1, 0.0, measured)
+        self._position = position
+        self._number = -1
+        self.sums = Sums(self._metrics, apart=self._job.exact)
         return self._sensor.measuring(measured and self._job.noise_scale)
 
-    def micro_batch(self, weight: float) -> "Gradients":
-        """Return a context around forward and backward of the next micro-batch.
+    @contextmanager
+    def micro_batch(self, weight: float) -> Iterator[None]:
+        """Seed and reduce in this context: forward and backward of the next micro-batch.
 
         ``weight`` is its weight on this rank."""
-        at = self._at
-        self._at = _MicroBatch(at.position, at.number + 1, weight, at.measured)
-        return self
+        self._number += 1
+        self._seed(self._number)
+        with self._reduction:
+            yield
+        self._sensor.micro_batch(weight)
 
     def passes(
         self, batches: Iterable[Batch]
@@ -145,26 +139,13 @@ class Gradients:
             return self._job.task.loss, batches
         return self._two_passes.loss, self._two_passes.first(batches)
 
-    def __enter__(self) -> None:
-        self._seed(self._at.number)
-        if self._at.measured and not self._always:
-            self.seen.others.watch()
-        self._reduction.__enter__()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._reduction.__exit__(kind, error, trace)
-        if error is not None:
-            return
-        self.seen.others.look()
-        self._sensor.micro_batch(self._at.weight)
-
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by the step and the number of the micro-batch (None: the step)."""
         # A loss over the whole batch draws the same numbers on every rank.
         if micro is None:
-            self._seed_by(self._at.position)
+            self._seed_by(self._position)
         else:
-            self.seed_as(self._at.position, self._run.rank, micro)
+            self.seed_as(self._position, self._run.rank, micro)
 
     def seed_as(self, position: int, rank: int, micro: int) -> None:
         """Seed random numbers as those of a micro-batch.
@@ -182,27 +163,15 @@ class Gradients:
 
     def seed_update(self) -> None:
         """Seed random numbers that the optimizer draws in this step, equal on every rank."""
-        self._seed_by(self._at.position, -1)
+        self._seed_by(self._position, -1)
 
     def _seed_by(self, position: int, *own: int) -> None:
-        others = self._always or self.seen.others.drawn
         seed = self._job.recipe.seed
-        reseed(self._run.device, seed, position, *own, others=others)
+        reseed(self._run.device, seed, position, *own, others=self._seeds_others)
 
-    @property
-    def _always(self) -> bool:
-        """Whether the numbers of Python's and numpy's generators must repeat in any case."""
-        return self._job.exact or self._two_passes is not None
-
-    def seed_others(self) -> None:
-        """Also seed Python's and numpy's generators from now on, because a rank has drawn."""
-        self.seen.others.drawn = True
-        self.seen.others.drew = False
-        self._run.display.say(
-            "a forward draws from Python's or numpy's generator, and drew nothing in the check "
-            "before the run: from now on they are seeded for each micro-batch; the steps until "
-            "now may have repeated numbers, and a rerun draws others there"
-        )
+    def clear(self) -> None:
+        """Drop the gradients."""
+        clear_gradients(self.parameters)
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.basics.houses import missing
 from oneloop.basics.tensors import replica_group
 from oneloop.checks.repeats import DEPENDS
 from oneloop.ema import EMA
@@ -29,7 +30,12 @@ _IGNORED = {
 
 
 def start_lines(
-    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Preflight
+    job: Job,
+    run: Run,
+    model: nn.Module,
+    optimizer: Optimizer,
+    emas: Sequence[EMA],
+    trial: Preflight,
 ) -> Iterator[str]:
     """Yield the lines of the start-up log.
 
@@ -39,12 +45,12 @@ def start_lines(
         model: the prepared model.
         optimizer: of its trained parameters.
         emas: EMAs of its weights.
-        seen: what the preflight check found out.
+        trial: what the preflight check found out.
     """
     # What is trained, and how exactly.
     yield from _sizes(job, run)
-    yield _promise(job, run, model, seen)
-    yield from seen.notes
+    yield _promise(job, run, model, trial)
+    yield from trial.notes
 
     # Remarks of the data and of the task.
     about = getattr(job.train_set, "about", lambda: None)()
@@ -56,9 +62,12 @@ def start_lines(
         samples = len(job.train_set)
         yield traffic.line(samples, batch=job.layout.size, steps=job.steps, hosts=hosts)
     yield from getattr(job.task, "notes", ())
-    if seen.unused:
-        first = ", ".join(seen.unused[:3])
-        yield f"parameters without a gradient in the preflight check: {len(seen.unused)} ({first})"
+    absent = missing("examples")
+    if absent:
+        yield f"no examples of predictions are collected: {absent}"
+    if trial.unused:
+        first = ", ".join(trial.unused[:3])
+        yield f"parameters without a gradient in the preflight check: {len(trial.unused)} ({first})"
 
     # How the machine computes it.
     yield from unused(run.device)
@@ -131,9 +140,6 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
         steps += f", metrics are means of {every:,} (at most one log line per second)"
     yield steps
 
-    if not recipe.data.shuffle:
-        yield "samples in the order of the files, in each epoch (data.shuffle false)"
-
     # Optimizer and schedule.
     yield (
         f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule "
@@ -152,7 +158,7 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
         yield f"eval.best {recipe.eval.metric}: {direction} is better"
 
 
-def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
+def _promise(job: Job, run: Run, model: nn.Module, trial: Preflight) -> str:
     """Return the line on how exactly this run can be reproduced, also on another layout."""
     if job.exact:
         leaves = job.layout.size // job.layout.each
@@ -162,9 +168,9 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
             f"two), sharded or not, on the same device ({about['device']}) and versions "
             f"(torch {about['versions']['torch']}, …)"
         )
-    if seen.stateful and not seen.moved:
+    if trial.stateful and not trial.moved:
         return (
-            f"{seen.stateful}, so another parallel layout or a resume trains a different model; "
+            f"{trial.stateful}, so another parallel layout or a resume trains a different model; "
             "use torch's global generator, and return copies from a data set"
         )
 
@@ -182,7 +188,7 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
             same += ", and without machine.cudnn_benchmark"
 
     # What differs on another layout? Perhaps only rounding.
-    other = _other_layout(model, seen)
+    other = _other_layout(model, trial)
     if other:
         return f"{other}; {same}"
     return (
@@ -216,29 +222,29 @@ def _rounding(job: Job, run: Run, model: nn.Module) -> str:
     return "relative difference up to 1e-6"
 
 
-def _other_layout(model: nn.Module, seen: Preflight) -> str:
+def _other_layout(model: nn.Module, trial: Preflight) -> str:
     """Return why another layout trains a different model; an empty string if it does not."""
-    if not seen.additive:
+    if not trial.additive:
         return f"the task declares additive = False: its loss is not a sum over samples; {DEPENDS}"
     if has_batch_statistics(model):
         return f"the model has BatchNorm, whose statistics depend on the micro-batch; {DEPENDS}"
-    if seen.moved:
-        return f"a forward in training changes the {seen.moved[0]}: {DEPENDS}"
-    if seen.not_summed:
+    if trial.moved:
+        return f"a forward in training changes the {trial.moved[0]}: {DEPENDS}"
+    if trial.not_summed:
         return (
-            f"the gradient of {seen.not_summed} of a batch is not the sum of those of its samples "
+            f"the gradient of {trial.not_summed} of a batch is not the sum of those of its samples "
             "(a hook, a custom backward, scale_grad_by_freq, or a small term of the loss): "
             f"{DEPENDS}"
         )
     if has_dropout(model):
         return "the model has dropout: another parallel layout draws other random numbers"
-    if seen.collate_draws:
+    if trial.collate_draws:
         return (
             "collate draws random numbers for a whole batch: another parallel layout draws others; "
             "draw them in data[index] (for collators of transformers: "
             "oneloop.data.drawn_samples.DrawnSamples)"
         )
-    if seen.draws:
+    if trial.draws:
         return (
             "model, loss or collate draw random numbers: another parallel layout draws other "
             "random numbers"

@@ -1,7 +1,7 @@
 """The steps of a run: micro-batches that are loaded ahead, and a host all-reduce before each."""
 
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -11,17 +11,10 @@ from torch import Tensor
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.heartbeats import BEATS, EPOCH, TRAINING
-from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
-from oneloop.job.build import Job
-from oneloop.launch.processes import Run
-from oneloop.loop.counters import Counters
-from oneloop.loop.gradients import Gradients
-from oneloop.machine.fsdp2_units import agree, disagreement
+from oneloop.loop.training_state import State
+from oneloop.machine.fsdp2_units import Units, agree, disagreement
 
-NO_WEIGHT = (
-    "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
-)
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN = 50  # steps in a row after which collectives get a time-out
 _LEAST = 1200.0  # seconds of this time-out, at least: more than a wait for data
@@ -36,17 +29,7 @@ class _Exchange(NamedTuple):
     work: Any  # the collective
 
 
-class _Agreed(NamedTuple):
-    """A step, and what the ranks agreed on: sums over the ranks."""
-
-    group: Group  # its micro-batches on this rank
-    total: float  # weight of its global batch
-    stop: float  # ranks with a stop request
-    save: float  # 1 if rank 0's clock asks for a save
-    failed: float  # ranks whose save has failed
-
-
-class Steps:
+class StepBatches:
     """An endless iterator over this rank's micro-batches, by step.
 
     Each step has the total weight of its global batch, whether any rank got a stop request, and
@@ -54,24 +37,19 @@ class Steps:
     the previous step trains. If a save fails on any rank, all ranks finish that save first.
 
     Args:
-        job: what the recipe describes.
-        run: this process.
-        count: its position decides which samples come next.
-        saves: whose errors the ranks share.
-        gradients: under FSDP2, the ranks compare the units that ran.
+        state: its position decides which samples come next. The ranks share errors of its saves.
+        units: under FSDP2, the ranks compare those that ran.
 
     Raises:
         OSError: too many saves in a row have failed.
     """
 
-    def __init__(
-        self, job: Job, run: Run, count: Counters, saves: Checkpoints, gradients: Gradients
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._count = count
-        self._saves = saves
-        self._units = gradients.units
+    def __init__(self, state: State, units: Units) -> None:
+        self._job = state.job
+        self._run = state.run
+        self._count = state.count
+        self._saves = state.checkpoints
+        self._units = units
         self._restart = False  # whether to drop the steps that were loaded ahead
         self._save_flag = False  # whether the time for a save has come after the current step
         self._saved_at = time.monotonic()
@@ -153,17 +131,7 @@ class Steps:
         BEATS.enter(self._phase())
         while self._restart:
             self._restart = False
-            for agreed in self._summed(self._timed(self._groups())):
-                # A save failed on some rank: all ranks finish it, and raise if too many failed.
-                if agreed.failed:
-                    self._saves.finish()
-
-                group = agreed.group
-                group.total = agreed.total
-                group.stop = bool(agreed.stop)
-                group.save = bool(agreed.save)
-                self._save_flag = group.save
-
+            for group in self._summed(self._timed(self._groups())):
                 # Report progress. Once step times are known, limit the time of collectives.
                 BEATS.beat()
                 self._run.in_a_row += 1
@@ -205,17 +173,30 @@ class Steps:
             device=run.device,
         )
 
-    def _summed(self, groups: Iterable[Group]) -> Iterator[_Agreed]:
-        """Yield each step with its weight and its flags, summed over the ranks."""
-        requested = self._run.stopping.requested
-        due = self._is_save_time
-        poll = self._saves.poll
+    def _flags(self) -> list[float]:
+        """Return whether this rank has a stop request, its clock asks for a save, a save failed."""
+        failed = self._saves.poll() is not None
+        return [self._run.stopping.requested(), self._is_save_time(), failed]
 
+    def _set(self, group: Group, flags: Sequence[float], weights: Sequence[float]) -> Group:
+        """Set what the ranks agreed on: flags and weights are sums over the ranks."""
+        stop, save, failed = flags
+        group.total = rounded_sum(weights)
+        group.stop = bool(stop)
+        group.save = bool(save)
+        self._save_flag = group.save
+
+        # If a save failed on some rank, all ranks finish it, and raise if too many failed.
+        if failed:
+            self._saves.finish()
+        return group
+
+    def _summed(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """Yield each step with its weight and its flags, summed over the ranks."""
         # One rank agrees with itself.
         if self._run.host is None:
             for group in groups:
-                total = rounded_sum(group.addends(0, 1))
-                yield _Agreed(group, total, requested(), due(), poll() is not None)
+                yield self._set(group, self._flags(), group.addends(0, 1))
                 if self._restart:
                     break
             return
@@ -226,9 +207,7 @@ class Steps:
         for group in groups:
             hashes = self._units.hashes() if self._run.sharded else []
             weights = group.addends(self._run.rank, self._run.ranks)
-            mine = torch.tensor(
-                [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64
-            )
+            mine = torch.tensor([*self._flags(), *weights, *hashes], dtype=torch.float64)
             work = dist.all_reduce(mine, group=self._run.host, async_op=True)
             before: _Exchange | None = self._next
             self._next = _Exchange(group, mine, work)
@@ -237,9 +216,8 @@ class Steps:
                 continue
 
             before.work.wait()
-            stop, save, failed, *sums = before.sums.numpy().tolist()
-            total = rounded_sum(sums[: len(weights)])
-            yield _Agreed(before.group, total, stop, save, failed)
+            sums = before.sums.numpy().tolist()
+            yield self._set(before.group, sums[:3], sums[3 : 3 + len(weights)])
 
             # The exchange in progress belongs to a step that is dropped: finish it, since every
             # rank has started it.

@@ -1,68 +1,83 @@
-"""The state of a training run: what a checkpoint holds."""
+"""The state of a training run: what a checkpoint holds, in a folder, and with a log."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from oneloop.basics.bucket import is_address
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.checkpoints import Checkpoints, settings_of
 from oneloop.checkpoint.resume import RunState
+from oneloop.data.step_batches import in_memory
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
-from oneloop.loop.counters import Best, Counters, Results
+from oneloop.loop.counters import Best, Counters
+from oneloop.loop.start_lines import start_lines
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
+from oneloop.recipe.class_paths import CHOICES, source
+from oneloop.run.before_run import before_run
 from oneloop.run.compatibility import InputCheck
+from oneloop.run.environment import environment
 from oneloop.run.final_weights import TASK
+from oneloop.run.folder import Folder
+from oneloop.show.tracking import Tracking
+from oneloop.supervise.pipe import CHANNEL
 from oneloop.task_protocol.protocol import Progress
+
+_SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests, metrics, a page
 
 
 class State(RunState):
-    """All that a run saves and resumes.
+    """All that a run saves and resumes, and its log.
 
     Everything else is derived from it, except the number of bad steps in a row.
 
     Args:
         job: what the recipe describes.
         run: this process.
-        folder: the path of the run folder; nothing is written to it here.
+        folder: the run folder; nothing is written to it here.
         model: the prepared model.
         optimizer: the optimizer of its trained parameters.
         emas: EMAs of its weights.
         guard: the bad-step guard, whose window of losses and norms is saved.
-        seen: what the preflight check found out: names of metrics, and FLOPs per sample.
+        trial: what the preflight check found out: names of metrics, and FLOPs per sample.
     """
 
     emas: Sequence[EMA]
     optimizer: Optimizer
+    tracking: Tracking  # metrics.jsonl and the trackers, once the folder is open
+    resumed = False  # whether the run continues from a checkpoint of its own folder
 
     def __init__(
         self,
         job: Job,
         run: Run,
-        folder: Path,
+        folder: Folder,
         model: nn.Module,
         optimizer: Optimizer,
         emas: Sequence[EMA],
         guard: Guard,
-        seen: Preflight,
+        trial: Preflight,
     ) -> None:
         recipe = job.recipe
         task = job.task
+        self.job = job
+        self.run = run
+        self.folder = folder
         self.count = Counters()
         self.best = Best(recipe.eval.metric, upward=job.upward)
-        self.results = Results()
-        self.meter = _meter(job, run, model, seen)
+        self.noise = NoiseScale()
+        self.meter = _meter(job, run, model, trial)
         self.checkpoints = Checkpoints(
-            folder / "checkpoints",
+            folder.path / "checkpoints",
             run.accelerator,
             origin=getattr(task, "origin", None),
             complete=False,
@@ -72,7 +87,7 @@ class State(RunState):
             patience=recipe.machine.patience,
             say=run.display.say,
         )
-        self._let_saves_overlap(run, model, seen, sync=recipe.save.sync)
+        self._let_saves_overlap(run, model, trial, sync=recipe.save.sync)
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
@@ -86,11 +101,9 @@ class State(RunState):
             "counters": self.count,
             "best": self.best,
             "meter": self.meter,
-            "results": self.results,
-            "noise": NoiseScale(),
+            "noise": self.noise,
             "guard": guard,
             "identity": same,
-            "draws": seen.others,
         }
         if hasattr(task, "progress"):
             task.progress = Progress(lambda: self.count.position, job.layout.size, job.steps)
@@ -112,12 +125,12 @@ class State(RunState):
         )
 
     def _let_saves_overlap(
-        self, run: Run, model: nn.Module, seen: Preflight, *, sync: bool
+        self, run: Run, model: nn.Module, trial: Preflight, *, sync: bool
     ) -> None:
         """Let copies overlap with training, unless its forwards may change parameters."""
         saving = self.checkpoints.saving
-        moves = any(name.startswith("parameter") for name in seen.moved)
-        saving.overlaps = not (moves or seen.stateful)
+        moves = any(name.startswith("parameter") for name in trial.moved)
+        saving.overlaps = not (moves or trial.stateful)
         saving.watched = partial(_trained, model)
         # Once the first step has made the optimizer's state, make the memory of saves.
         if run.device.type == "cuda" and not sync:
@@ -127,11 +140,163 @@ class State(RunState):
         """Return the bytes of a save on this rank; 0 before the first step."""
         return self.bytes_of_rank(self.checkpoints) if self.optimizer.state else 0
 
-    @property
-    def noise(self) -> NoiseScale:
-        """Estimator of the gradient noise scale."""
-        estimator: NoiseScale = self.parts["noise"]
-        return estimator
+    def open(self, trial: Preflight) -> None:
+        """Print the start-up log, lock the folder, resume, and begin the log of the run.
+
+        Collective: call on every rank.
+
+        Args:
+            trial: what the preflight check found out, for the start-up log; and the model's graph
+                for TensorBoard.
+
+        Raises:
+            BadInput: the folder is in use or too full, or its checkpoints are damaged or do not
+                fit; raised on all ranks.
+        """
+        job = self.job
+        run = self.run
+        folder = self.folder
+        count = self.count
+        recipe = job.recipe
+        say = run.display.say
+        run.display.lines(start_lines(job, run, self.model, self.optimizer, self.emas, trial))
+
+        # Lock the folder and the mirror before reading them: another start might still write there.
+        self._lock()
+
+        # Let the task work with the weights before the first step. A dry run only tries it.
+        if not recipe.debug.dry_run:
+            before_run(job.task, self.model, run, sets=job.sets)
+
+        # Resume.
+        with run.setting_up():
+            saved = self.resume(self.checkpoints, recipe.run.resume, say=say)
+            job.reject_position(count.position)
+
+        # Write the recipe and the environment. From here on, a stop saves a checkpoint.
+        with run.setting_up():
+            run.stopping.early = False
+            run.begun = True
+            # The supervisor also learns that from now on a stop is more than an end.
+            CHANNEL.folder = folder.path.absolute()
+            CHANNEL.send(folder=str(CHANNEL.folder))
+            if run.main:
+                self._begin_folder()
+
+        # Begin the log. Its state is saved, too: a resume deletes the lines of lost steps.
+        count.begin()
+        self.tracking = Tracking(
+            run.accelerator,
+            folder.path,
+            project=recipe.name,
+            config=recipe.resolved,
+            resumed=saved.get("tracking"),
+            step=count.step,
+            graph=trial.graph,
+            say=say,
+        )
+        self.parts["tracking"] = self.tracking
+        self.resumed = "tracking" in saved
+        run.closing.callback(self.tracking.close)
+        if saved:
+            self.write({"event": "resume"})
+        run.display.begin(lambda: count.step, total=job.steps)
+
+    def _lock(self) -> None:
+        """Lock the folder, if its disk has room for the run, and begin to write to the mirror."""
+        job = self.job
+        run = self.run
+        folder = self.folder
+
+        # Estimate the bytes still to write. Under FSDP2, the estimate is collective. In a temporary
+        # folder of an address, checkpoints are not kept.
+        recipe = job.recipe
+        once, each = self.size(job.tried.share, getattr(job.task, "origin", None))
+        temporary = is_address(recipe.run.dir)
+        each = 0 if temporary else each + _SMALL
+        with run.setting_up():
+            if run.main:
+                there = len(self.checkpoints.store.sealed())
+                folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
+
+        # Do the ranks share the folder? If not, only the mirror keeps the checkpoints.
+        address = recipe.mirror
+        shared = not temporary
+        if shared and run.ranks > 1:
+            from oneloop.run.same_on_ranks import in_one_folder
+
+            shared = in_one_folder(
+                folder.path, run, recipe.machine.patience, required=address is None
+            )
+        if address is None:
+            return
+        from oneloop.run.mirrored_folder import MirroredFolder
+
+        assert isinstance(folder, MirroredFolder)
+
+        # Rank 0 has the lease of the mirror; the other ranks write under it.
+        lease = None
+        if folder.lease is not None:
+            lease = (folder.lease.number, folder.lease.about)
+        self.checkpoints.mirror(
+            address,
+            lease=run.from_main(lease),
+            counts=not shared,
+            limit=1e6 * recipe.save.upload_limit,  # bytes per second
+        )
+        if run.main:
+            folder.uploads = self.checkpoints.saving
+        kind = "copies of run.dir"
+        if not shared:
+            kind = "a checkpoint counts when it is there; hosts need no shared disk"
+        run.display.say(f"mirror: {address} ({kind})")
+
+    def _begin_folder(self) -> None:
+        """Write what the folder holds from its start on: the recipe and environment.json."""
+        job = self.job
+        run = self.run
+        recipe = job.recipe
+
+        # Without a GPU, training uses all cores. Data in memory needs no workers.
+        alone = run.device.type == "cpu" or in_memory(job.train_set)
+
+        # Describe the run. Keys that do not apply are left out of the file.
+        about = environment(
+            command=[*run.command],
+            device=str(run.device),
+            processes=run.ranks,
+            inputs=job.inputs,
+            eval_micro=recipe.eval.micro or job.layout.each,
+            workers=run.workers(recipe.machine.workers),
+            data_cores=0 if alone else run.cores,
+        )
+        file = source("task", recipe.task.name)
+        if file:
+            about["task"] = str(file)
+        if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
+            about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
+        skipped = getattr(job.task, "skipped_rows", None)
+        if skipped:
+            about["skipped_rows"] = skipped
+
+        about["starts"] = self.folder.starts(run.began, self.count.seconds)
+        self.folder.begin(recipe.yaml(), about)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Log a line to metrics.jsonl and the trackers: the counters, then these metrics.
+
+        Args:
+            metrics: by name; they may override counters.
+
+        Raises:
+            OSError: the folder was moved.
+        """
+        moved = self.folder.moved() if self.run.main else ""
+        if moved:  # the supervisor must not write there, either
+            CHANNEL.folder = None
+            CHANNEL.send(folder=None)
+            raise OSError(moved)
+        self.tracking.log({**self.count.as_metrics(self.job.unit), **metrics})
 
 
 @torch.no_grad()
@@ -144,7 +309,7 @@ def _trained(model: nn.Module) -> list[Tensor]:
     return [*whole, *map(local, whole)]
 
 
-def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
+def _meter(job: Job, run: Run, model: nn.Module, trial: Preflight) -> Meter:
     # Most products are those of the largest weight (bytes are those of quantized weights).
     largest = max(model.parameters(), key=lambda one: one.numel() * one.is_floating_point())
 
@@ -152,9 +317,9 @@ def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
     return Meter(
         run.accelerator,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
-        flops=seen.flops,
+        flops=trial.flops,
         peak=run.peak_flops(largest.dtype) if run.main else 0.0,  # it may be measured
         tokens=job.unit == "tokens",
-        metrics=seen.metrics,
+        metrics=trial.metrics,
         leaves=job.layout.leaves(run.rank) if job.exact else (),
     )

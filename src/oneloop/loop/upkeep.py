@@ -1,19 +1,32 @@
-"""Rare work between steps and at the end: log, evaluate, compare replicas, handle bad steps."""
+"""Rare work between steps and at the end: log, evaluate, save, compare, react to bad steps."""
 
 import gc
+import os
+import socket
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from typing import Any
 
+from oneloop.basics.launcher import HOST
+from oneloop.basics.optimizer_tensors import optimizer_tensors
+from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.checks.repeats import Checks
 from oneloop.checks.replicas import check_replicas
 from oneloop.data.skipped_rows import SKIPPED_ROWS
-from oneloop.loop.bad_steps import BadStepHandler
-from oneloop.loop.ending import Ending
-from oneloop.loop.evaluations import Evaluations
-from oneloop.loop.log_steps import LogSteps
-from oneloop.loop.parts import Parts
+from oneloop.loop.bad_steps import handle
+from oneloop.loop.ending import end
+from oneloop.loop.evaluations import validate
+from oneloop.loop.gradients import Gradients
+from oneloop.loop.steps import StepBatches
+from oneloop.loop.training_state import State
 from oneloop.machine.torch_settings import scheduled_garbage
+from oneloop.measure.meter import OWN_METRICS
 from oneloop.measure.profiling import Profiling
+from oneloop.measure.stragglers import Stragglers, product_seconds
+from oneloop.optim.bad_step_guard import Step
+from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 
 
 class Upkeep:
@@ -22,37 +35,64 @@ class Upkeep:
     All methods are collective: call them on every rank.
 
     Args:
-        parts: of the run.
+        state: what a checkpoint holds.
+        gradients: seeds and sums the gradients of a step.
+        checks: compares what must not depend on the parallel layout.
+        batches: loads the micro-batches of each step.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self.log = LogSteps(parts)
-        self.evaluations = Evaluations(parts)
-        self.bad_steps = BadStepHandler(parts, self.evaluations)
-        self.ending = Ending(parts, self.evaluations)
+    def __init__(
+        self, state: State, gradients: Gradients, checks: Checks, batches: StepBatches
+    ) -> None:
+        job = state.job
+        self._state = state
+        self._gradients = gradients
+        self._checks = checks
+        self._batches = batches
+        self._bad_steps = BadSteps(job.policy, job.recipe.guard.patience)
+        host = os.environ.get(HOST) or socket.gethostname()
+        self._stragglers = Stragglers(state.run.gathered(host))
 
     @contextmanager
-    def around_steps(self, folder: Path) -> Iterator[Profiling]:
+    def around_steps(self) -> Iterator[Profiling]:
         """Profile the steps that the recipe names, and let Python collect garbage only when due.
 
-        List the samples that are left out while they are read.
-
-        Args:
-            folder: the run folder.
+        Rank 0 records the profile. List the samples that are left out while they are read.
         """
-        run = self._parts.run
+        run = self._state.run
+        folder = self._state.folder.path
+        say = run.display.say
         skipped = folder / "skipped_rows" / f"rank-{run.rank}.jsonl"
-        SKIPPED_ROWS.begin(skipped, run.display.say if run.main else None)
-        with self.log.profiling(folder) as profiling, scheduled_garbage():
+        SKIPPED_ROWS.begin(skipped, say if run.main else None)
+        watch = self._state.job.recipe.watch
+        profiling = Profiling(
+            folder / "profile",
+            run.device,
+            profile=watch.profile if run.main else None,
+            memory=watch.memory if run.main else None,
+            say=say,
+        )
+        with profiling, scheduled_garbage():
             yield profiling
 
     def over(self) -> bool:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
-        return (
-            self._parts.state.count.step >= self._parts.job.steps
-            or self.evaluations.patience_is_over()
-        )
+        state = self._state
+        if state.count.step >= state.job.steps:
+            return True
+        return 0 < state.job.recipe.stop.patience <= state.best.since
+
+    def judge(self, step: Step) -> Outcome:
+        """Accept a step; react to a bad one as the recipe says: skip, rewind, or raise Diverged."""
+        if step.fault is Fault.NONE:
+            self._bad_steps.accepted()
+            return Outcome.ACCEPTED
+        outcome = handle(step, self._state, self._batches, self._bad_steps)
+
+        # Evaluate now, if a stop prevented the evaluation of the checkpoint's step.
+        if outcome is Outcome.REWOUND and self._state.count.evaluation_due:
+            self.validate()
+        return outcome
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
         """Do what is due after a step, except saving.
@@ -65,12 +105,97 @@ class Upkeep:
         Returns:
             False if a stop was requested before the evaluation was complete.
         """
-        state = self._parts.state
+        state = self._state
         if "log" in due:
-            self.log.write(lr, total)
+            self._log(lr, total)
         if "check" in due:
             check_replicas(state.model, state.optimizer, step=state.count.step)
         if "collect" in due:
             gc.collect()
         state.meter.clock.mark("other")
-        return "eval" not in due or self.evaluations.validate()
+        return "eval" not in due or self.validate()
+
+    def validate(self) -> bool:
+        """Evaluate on the validation sets: :func:`oneloop.loop.evaluations.validate`."""
+        return validate(self._state, self._checks)
+
+    def is_best(self) -> bool:
+        """Return whether this step has the best evaluation so far, and the recipe saves it."""
+        state = self._state
+        return state.job.recipe.save.best and state.best.step == state.count.step
+
+    def save(self) -> None:
+        """Start a checkpoint, which waits at most for a copy."""
+        state = self._state
+        recipe = state.job.recipe.save
+        state.write({"event": "save"})
+        best = state.best.step if recipe.best else None
+        keep = Keep(newest=recipe.keep, every=state.job.intervals.forever, best=best)
+        about = state.best.state_dict()
+        state.save(state.checkpoints, state.count.step, about=about, keep=keep)
+        self._bad_steps.saved()
+        state.meter.clock.mark("save")
+
+    def end(self, *, stopped: bool) -> dict[str, Any]:
+        """End the run, and return its summary: :func:`oneloop.loop.ending.end`."""
+        return end(self._state, self._checks, stopped=stopped)
+
+    def _log(self, lr: float, total: float) -> None:
+        """Write a log line: metrics, slow ranks, noise scale. Host sync.
+
+        Args:
+            lr: learning rate of the step.
+            total: weight of the step's global batch.
+        """
+        state = self._state
+        job = state.job
+        run = state.run
+        count = state.count
+
+        # Read the meter. Host sync, collective.
+        metrics = {
+            "train/lr": lr,
+            **state.meter.read(),
+            "train/epoch": count.samples / len(job.train_set),
+        }
+
+        # Gather what each rank measures alone. A wait for data counts if it left the device idle.
+        step_seconds = metrics.get("speed/step_seconds", 0.0)
+        wait = min(self._batches.data_wait(), metrics["share/data"] * step_seconds)
+        product = product_seconds(run.device) if run.ranks > 1 else 1.0
+        times = run.gathered((wait, product))
+
+        # Report a rank that slows down the others.
+        slow = self._stragglers.judge(times, step_seconds=step_seconds, now=time.monotonic())
+        for why in slow:
+            state.write({"event": "straggler", "why": why})
+            run.display.say(f"{why} (oneloop doctor)")
+
+        # Add the noise scale. Reading it is collective.
+        if job.noise_scale:
+            state.noise.add(*self._gradients.noise(total), norm=metrics["train/grad_norm"])
+            if state.noise.value is not None:
+                metrics["train/noise_scale"] = state.noise.value
+
+        # Log and print the metrics.
+        count.results["train/loss"] = metrics["train/loss"]
+        state.write({"time": count.elapsed(), **metrics, **self._hashes()})
+        own = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
+        run.display.metrics(count.step, metrics, own)
+
+    def _hashes(self) -> dict[str, str]:
+        """With ``batch.grain``, return hashes of all tensors of a checkpoint.
+
+        They show where two runs differ.
+        """
+        state = self._state
+        run = state.run
+        if not state.job.exact or not (run.main or run.sharded):
+            return {}
+        from oneloop.basics.fingerprint import fingerprint
+
+        tensors = model_tensors(state.model, frozen=False)
+        tensors |= optimizer_tensors(state.model, state.optimizer)
+        for ema in state.emas:
+            tensors |= ema.tensors()
+        return fingerprint(tensors)

@@ -57,7 +57,7 @@ class Clock:
             self.mark(phase)
             yield item
 
-    def step(self, phase: str) -> None:
+    def lap(self, phase: str) -> None:
         """End a step; attribute the time since the last mark to ``phase``."""
         self.mark(phase)
         self._steps.append(self._last - self._began)

@@ -2,7 +2,7 @@
 
 >>> with Profiling(folder, device, profile="10-15") as profiling:
 ...     for step in range(1, 100):
-...         profiling.step(step)                    # before the step's work
+...         profiling.advance(step)                 # before the step's work
 ...         ...
 
 ``folder/trace.json.gz`` opens in https://ui.perfetto.dev or chrome://tracing, ``memory.pickle`` in
@@ -54,7 +54,7 @@ class Profiling:
         for recording in self._recordings:
             recording.running.close()
 
-    def step(self, number: int) -> None:
+    def advance(self, number: int) -> None:
         """Start or stop recording before the step of this number."""
         for recording in self._recordings:
             first, last = recording.steps

@@ -25,13 +25,15 @@ Ended = tuple[dict[str, Any], BaseException | None]
 Train = Callable[[Job, Run, Folder], dict[str, Any]]
 
 
-def main(train: Train, argv: Sequence[str]) -> NoReturn:
+def main(train: Train, argv: Sequence[str] | None = None) -> NoReturn:
     """Read the recipe, train it, write summary.json, and exit with oneloop's exit code.
 
     Args:
         train: the training loop.
-        argv: the command line: recipe and keys.
+        argv: the command line: recipe and keys; None: that of this process.
     """
+    if argv is None:
+        argv = sys.argv[1:]
     try:
         recipe = read_once(tuple(argv))
         run = start_run(recipe, command=["oneloop.train", *argv])

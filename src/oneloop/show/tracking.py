@@ -11,12 +11,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, flattened, replacing
-from oneloop.basics.houses import missing, tool
-from oneloop.show.examples import Examples
 from oneloop.show.metrics_file import Lines
 
 _FLUSH_SECONDS = 5  # between two writes of TensorBoard's thread
-_DRAWING = "pictures of samples"
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -156,24 +153,26 @@ class Tracking:
         if numbers:
             self._each_tracker(lambda tracker: _log(tracker, numbers, metrics["step"]))
 
-    def show(self, step: int, examples: Examples) -> None:
-        """Write the samples to examples.json, and log them to the trackers that support them."""
+    def show(self, step: int, examples: Any) -> None:
+        """Write examples of predictions to examples.json, and to the trackers that support them.
+
+        Args:
+            step: the step of the evaluation.
+            examples: a :class:`oneloop.tools.report.examples.Examples`.
+        """
         if not self._writes:
             return
-        problem = examples.problem or (examples.samples and missing(_DRAWING))
-        if problem:
+        if examples.problem:
             self._say_once(
-                "show", f"{problem}; training continues (--eval.samples 0 turns examples off)"
+                "show",
+                f"{examples.problem}; training continues (--eval.samples 0 turns examples off)",
             )
         if not (examples.samples or examples.matrices):
             return
-        content = examples.as_json(step)
         file = self._lines.path.with_name("examples.json")
         with self._report_errors(file.name), replacing(file) as draft:
-            draft.write_text(dumps(content))
-        drawing = tool(_DRAWING)
-        if drawing:
-            self._each_tracker(lambda tracker: drawing.log_samples(tracker, content))
+            draft.write_text(dumps(examples.as_json(step)))
+        self._each_tracker(lambda tracker: examples.log(tracker, step))
 
     def close(self) -> None:
         """Close the trackers and the file."""

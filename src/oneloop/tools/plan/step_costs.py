@@ -275,8 +275,7 @@ class StepCosts:
         group = Group(self._each(), weights, apart=job.exact, total=total)
         with self._working():
             with self.ledger.stage("forward"):
-                sums = accumulate(
-                    job,
+                accumulate(
                     self.run,
                     self._gradients,
                     group,
@@ -292,7 +291,6 @@ class StepCosts:
                 update(
                     self._gradients,
                     guard,
-                    sums,
                     lr=job.recipe.optimizer.lr,
                     clip=job.recipe.optimizer.clip,
                     weight=group.total,

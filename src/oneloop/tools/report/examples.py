@@ -17,8 +17,8 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from oneloop.basics.generation import TEXTS, generated
-from oneloop.basics.houses import tool
 from oneloop.basics.tensors import recovered
+from oneloop.tools.report.pictures import data_url, log_samples
 
 _CHARACTERS = 100_000  # of a text of a sample, at most
 _TOKENS = 10_000  # of a sample, at most
@@ -145,6 +145,10 @@ class Examples:
             "matrices": self.matrices,
         }
 
+    def log(self, tracker: Any, step: int) -> None:
+        """Log them in the way that a tracker of accelerate supports."""
+        log_samples(tracker, self.as_json(step))
+
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of a task's ``show`` as JSON values of bounded size.
@@ -154,9 +158,7 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     clean: dict[str, Any] = {"parts": {}}
     for name, value in shown.items():
         if getattr(value, "ndim", 0) >= 2:
-            drawing = tool("pictures of samples")
-            if drawing:
-                clean["parts"][name] = drawing.data_url(value, mask=name != "image")
+            clean["parts"][name] = data_url(value, mask=name != "image")
             continue
         if torch.is_tensor(value):
             value = value.tolist()
