@@ -559,10 +559,10 @@ def test_bias_corrections_without_float64(beta):
 
 def train_as_on_cuda(words: list[str]) -> None:
     """Train; checkpoints say that they are from a CUDA device."""
-    from oneloop.run import preparation
+    from oneloop.run import entry
 
-    real = preparation.inputs_of
-    preparation.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
+    real = entry.inputs_of
+    entry.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
     train(words)
 
 

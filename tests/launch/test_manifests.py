@@ -18,13 +18,13 @@ import pytest
 import yaml
 
 from oneloop.basics.exit_codes import BAD_INPUT, DIVERGED, STOPPED
-from oneloop.launch.nodes import options
+from oneloop.launch.command import NODE_OPTIONS, split
 from oneloop.recipe.parse import check_keys
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.exit_codes",
-    "oneloop.launch.nodes",
+    "oneloop.tools.nodes",
     "oneloop.recipe.parse",
 )
 
@@ -141,7 +141,7 @@ def _commands() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("words", [*_commands()], ids=("kubernetes", "skypilot", "slurm"))
 def test_the_commands_are_valid(words):
-    own, rest = options(words)
+    own, rest = split(words, NODE_OPTIONS)
     assert own.keys() <= {"max_restarts", "nodes", "rendezvous"} and rest[0] == "--config_file"
     check_keys(rest[2:])
     assert (ROOT / "accelerate_configs" / f"{rest[1]}.yaml").exists()

@@ -32,8 +32,7 @@ import lab
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import HOST
 from oneloop.cli import main
-from oneloop.launch.command import launch_options
-from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
+from oneloop.launch.command import NODE_OPTIONS, launch_options, split
 from oneloop.recipe.parse import recipe
 from oneloop.tools.elastic import bounded_store, rendezvous
 from oneloop.tools.elastic.agent import Agent, usable_ranks
@@ -41,12 +40,12 @@ from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import NodeFacts, compared
 from oneloop.tools.elastic.signed_backend import agree_on_secret, secret
+from oneloop.tools.nodes import ACCELERATE, Nodes, nodes, nodes_of_accelerate
 from worlds import ROOT, free_port, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.launcher",
     "oneloop.launch.command",
-    "oneloop.launch.nodes",
     "oneloop.launch.processes",
     "oneloop.run.entry",
     "oneloop.supervise.ranks",
@@ -55,6 +54,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.elastic.clocks",
     "oneloop.tools.elastic.elastic",
     "oneloop.tools.elastic.node_checks",
+    "oneloop.tools.nodes",
     "oneloop.tools.elastic.rendezvous",
     "oneloop.tools.elastic.signed_backend",
 )
@@ -109,7 +109,8 @@ REJECTED = [
 
 @pytest.mark.parametrize(("typed", "environ", "expected"), FOUND)
 def test_the_nodes_are_read_from_options_or_one_environment(typed, environ, expected):
-    given, rest = options([*typed.split(), "--config_file", "ddp", "digits", "--seed", "1"])
+    words = [*typed.split(), "--config_file", "ddp", "digits", "--seed", "1"]
+    given, rest = split(words, NODE_OPTIONS)
     assert rest == ["--config_file", "ddp", "digits", "--seed", "1"]
     found = nodes(given, environ)
     assert (
@@ -120,14 +121,15 @@ def test_the_nodes_are_read_from_options_or_one_environment(typed, environ, expe
 @pytest.mark.parametrize(("typed", "environ", "message"), REJECTED)
 def test_options_that_cannot_be_followed(typed, environ, message):
     with pytest.raises(BadInput) as rejected:
-        nodes(options([*typed.split(), "digits"])[0], environ)
+        nodes(split([*typed.split(), "digits"], NODE_OPTIONS)[0], environ)
     assert message in str(rejected.value)
 
 
 def test_accelerates_own_options_for_several_machines():
     file = str(ROOT / "accelerate_configs" / "multi_node.yaml")
     words = ["--config_file", file, "--main_process_ip", "10.0.0.1", "--machine_rank", "1", "gpt"]
-    assert launch_options(words)[2] == Nodes(2, 2, "10.0.0.1", 29500, 8, source=ACCELERATE)
+    expected = Nodes(2, 2, "10.0.0.1", 29500, 8, source=ACCELERATE)
+    assert nodes_of_accelerate(launch_options(words)[2]) == expected
 
 
 def test_accelerate_makes_the_variables_of_a_config_file():

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.loop.gradients",
     "oneloop.loop.steps",
     "oneloop.machine.recompute",
-    "oneloop.run.same_on_ranks",
+    "oneloop.run.compatibility",
     "oneloop.task_protocol.evaluation_sums",
     "oneloop.task_protocol.metric_states",
     "oneloop.train",
@@ -219,9 +219,9 @@ def dropout_left_on() -> None:
 
 def models_not_compared() -> None:
     """Compare no values of the models that the ranks have built."""
-    from oneloop.run import same_on_ranks
+    from oneloop.run import compatibility
 
-    same_on_ranks._values_of = lambda model: {}
+    compatibility._values_of = lambda model: {}
 
 
 def metrics_of_a_rank() -> None:

@@ -162,7 +162,7 @@ def _one_interpreter() -> None:
         fit("digits", batch={"siz": 3})
     with pytest.raises(BadInput, match="batch.size must be a whole number"):
         fit("digits", batch={"size": "many"}, run={"dir": "bad"})
-    with pytest.raises(BadInput, match="mixed_precision 'half' is unknown; known: no, bf16"):
+    with pytest.raises(BadInput, match="mixed_precision 'half' does not exist; use no, bf16"):
         fit("digits", mixed_precision="half", run={"dir": "bad"})
     assert not Path("bad").exists() and left() == before
 

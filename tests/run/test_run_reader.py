@@ -28,7 +28,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_policy",
     "oneloop.run.entry",
     "oneloop.run.folder",
-    "oneloop.run.preparation",
     "oneloop.run.summary",
     "oneloop.task_protocol.protocol",
     "oneloop.train",

@@ -14,7 +14,7 @@ import lab
 
 pytestmark = [
     pytest.mark.covers(
-        "oneloop.launch.nodes",
+        "oneloop.tools.nodes",
         "oneloop.supervise.ranks",
         "oneloop.tools.elastic.agent",
         "oneloop.tools.elastic.rendezvous",

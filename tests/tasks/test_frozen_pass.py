@@ -28,7 +28,7 @@ from worlds import apply, back_to, here, run
 pytestmark = pytest.mark.covers(
     "oneloop.loop.training_state",
     "oneloop.run.before_run",
-    "oneloop.run.source_code",
+    "oneloop.run.compatibility",
     "oneloop.tasks.frozen.outputs",
     "oneloop.tasks.frozen.task",
     "oneloop.tools.after_training.initial_model",

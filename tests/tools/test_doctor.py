@@ -23,7 +23,7 @@ from worlds import free_port
 
 pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
-    "oneloop.launch.nodes",
+    "oneloop.tools.nodes",
     "oneloop.run.environment",
     "oneloop.run.folder",
     "oneloop.tools.doctor.command",

@@ -20,15 +20,15 @@ from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from oneloop.basics.memory import is_out_of_memory
-from oneloop.run.out_of_memory import explained
 from oneloop.tools.plan.micro_batch import search
+from oneloop.tools.plan.out_of_memory import explained
 from tiny import Ragged
 from worlds import CONFIGS, HERE, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.memory",
     "oneloop.run.failure",
-    "oneloop.run.out_of_memory",
+    "oneloop.tools.plan.out_of_memory",
     "oneloop.tools.plan.largest_samples",
     "oneloop.tools.plan.micro_batch",
 )
@@ -90,7 +90,7 @@ def test_memory_outside_of_the_allocator_has_its_own_advice():
     assert is_out_of_memory(pinning)
     rank = SimpleNamespace(device=torch.device("cuda", 1))
     for error in (pinning, MemoryError()):
-        advice = explained(None, rank, error)
+        advice = explained(None, rank, Path("no run"), error)
         assert "if the memory of the host is short, use --machine.pinned false" in advice
         assert "batch.micro" not in advice and "fsdp2" not in advice
 

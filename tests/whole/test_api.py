@@ -19,6 +19,7 @@ from worlds import after, run
 pytestmark = pytest.mark.covers(
     "oneloop",
     "oneloop.api",
+    "oneloop.tools.api",
     "oneloop.tools.after_training.command",
     "oneloop.tools.export.command",
 )
@@ -63,7 +64,9 @@ def test_the_functions_stay_whatever_is_imported():
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in oneloop.__all__:
-        home = "oneloop.data.loader" if name == "Loader" else "oneloop.api"
+        home = {"Loader": "oneloop.data.loader", "fit": "oneloop.api"}.get(
+            name, "oneloop.tools.api"
+        )
         assert callable(getattr(oneloop, name)) and getattr(oneloop, name).__module__ == home
 
 

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.cli",
     "oneloop.tools.export.command",
     "oneloop.tools.export.convert",
+    "oneloop.tools.new",
+    "oneloop.tools.verify",
 )
 
 

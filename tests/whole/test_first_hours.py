@@ -27,7 +27,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.loop.upkeep",
     "oneloop.recipe.class_paths",
     "oneloop.run.compatibility",
-    "oneloop.run.source_code",
     "oneloop.tools.report.examples",
     "oneloop.show.terminal",
     "oneloop.tools.after_training.prediction",

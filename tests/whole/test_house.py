@@ -47,9 +47,9 @@ ALLOWED = {
     "loop": {"checks", "job", "run", *BUILT},
     "train": {"checks", "job", "loop", "run", *BUILT},
     "tools": {"checks", "job", "loop", "run", "tasks", "train", *BUILT},
-    "api": {"basics", "checkpoint", "launch", "recipe", "run", "train"},
+    "api": {"basics", "launch", "recipe", "run", "train"},
     "__main__": {"basics", "cli"},
-    "cli": {"basics", "checkpoint", "launch"},
+    "cli": {"basics", "launch"},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
 """what a task may import at module level, besides the standard library"""

@@ -13,8 +13,7 @@ import textwrap
 import pytest
 
 import code_measures
-from oneloop.launch.command import launch_options
-from oneloop.launch.nodes import options as node_options
+from oneloop.launch.command import NODE_OPTIONS, launch_options, split
 from pages import blocks, program
 from slow_cases import with_slow
 from worlds import ROOT, free_port, run, train
@@ -22,7 +21,7 @@ from worlds import ROOT, free_port, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.cli",
     "oneloop.launch.command",
-    "oneloop.launch.nodes",
+    "oneloop.tools.nodes",
 )
 
 README = (ROOT / "README.md").read_text()
@@ -169,7 +168,7 @@ def test_every_command_that_is_typed_somewhere_is_known():
             command, *words = shlex.split(line.partition("   #")[0])
             assert command in COMMANDS, f"{page.name}: oneloop {line}"
             if command == "launch" and not any(word in line for word in ("mine.yaml", "…")):
-                options, rest, _ = launch_options(node_options(words)[1])
+                options, rest, _ = launch_options(split(words, NODE_OPTIONS)[1])
                 assert options[0] == "--config_file" and rest, f"{page.name}: oneloop {line}"
 
 

@@ -22,10 +22,12 @@ TASKS = {
 }
 """short names of the packaged tasks: modules of oneloop.tasks, and their classes"""
 
-TOOLS = {
-    # Commands: each module has a function with the name of the command.
-    "doctor": ("tools.doctor.command", "tools.elastic"),
-    "plan": ("tools.plan.command",),
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "new": ("tools.new",),
+    "launch": ("launch.command",),
+    "doctor": ("tools.doctor.command", "tools.elastic", "tools.nodes"),
+    "plan": ("tools.plan.command", "tools.nodes"),
+    "verify": ("tools.verify",),
     "check": ("tools.check.command", "tasks"),
     "report": ("tools.report.command", "tools.run_reader"),
     "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
@@ -40,14 +42,22 @@ TOOLS = {
         "tools.run_reader",
         "tools.terminal_charts",
     ),
+}
+"""the commands: a module with a function of that name, and what it needs, all below ``oneloop``"""
+
+TOOLS = {
+    **COMMANDS,
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
+    "advice on memory": ("tools.plan.out_of_memory",),
     "batch.micro auto": ("tools.plan.micro_batch",),
     "examples": ("tools.report.examples", "tools.report.pictures"),
+    "goodput": ("tools.report.starts",),
     "the report page": ("tools.report.page", "tools.run_reader"),
     "a packaged task": ("tasks",),
     "a new task": ("tasks.template",),
-    "several nodes or restarts": ("tools.elastic.elastic",),
+    "nodes": ("tools.nodes",),
+    "several nodes or restarts": ("tools.elastic.elastic", "tools.nodes"),
     "verify --same": ("tools.compare.first_difference", "tools.run_reader"),
     "evaluate or predict": ("tools.after_training.evaluate_and_predict",),
 }

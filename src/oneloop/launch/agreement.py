@@ -67,10 +67,7 @@ class Agreement:
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Collective: call on every rank."""
-        shared = torch.tensor(flags, dtype=torch.uint8)
-        if self.host:
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
-        return list(map(bool, shared.tolist()))
+        return [bool(flag) for flag in self.largest(*flags)]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank. Collective: call on every rank."""

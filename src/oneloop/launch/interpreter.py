@@ -6,21 +6,46 @@
 """
 
 import os
-import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
+from unittest.mock import patch
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.launcher import die_with_launcher
+from oneloop.basics.seeds import restored_generators
 from oneloop.machine.torch_settings import float32_restored
+from oneloop.recipe.class_paths import reject_while_importing
 
-_PRECISIONS = ("no", "bf16", "fp16", "fp8")
+# held by the running call: accelerate's state and torch's generators are global
+_LOCK = threading.Lock()
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Reject a second call in this process. Of BadInput, only the message is raised.
+
+    Args:
+        name: of the function that is called.
+    """
+    die_with_launcher()
+    reject_while_importing()
+    if not _LOCK.acquire(blocking=False):
+        raise BadInput(
+            f"{name}: another call of oneloop is under way in this process; wait for it to end"
+        )
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(str(error)) from None
+    finally:
+        _LOCK.release()
 
 
 @contextmanager
@@ -29,78 +54,39 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
 
     Afterwards accelerate's shared state, the environment, torch's switches and the random
     generators are restored. One process makes no process group. With several, the group remains:
-    torch cannot create a second one at the launcher's address. Raise BadInput for an unknown
-    precision.
+    torch cannot create a second one at the launcher's address.
     """
-    # Remember the state of accelerate and the environment.
-    states = (PartialState, AcceleratorState, GradientState)
-    before = [dict(state._shared_state) for state in states]
-    environment = dict(os.environ)
     Finalize(None, _end_group, exitpriority=0)
-    _clear(states)
 
-    # Run the block, and restore both.
-    try:
-        with _switches(), _random():
-            os.environ["ACCELERATE_MIXED_PRECISION"] = _precision(mixed_precision)
+    # notebook_launcher sets MIXED_PRECISION, which accelerate does not read.
+    for name in ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION"):
+        mixed_precision = mixed_precision or os.environ.get(name)
+
+    # Remember what a run sets: accelerate's state, the environment, and torch's switches.
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    threads = torch.get_num_threads()
+    benchmark = torch.backends.cudnn.benchmark
+    with (
+        patch.dict(PartialState._shared_state, clear=True),
+        patch.dict(AcceleratorState._shared_state, clear=True),
+        patch.dict(GradientState._shared_state, clear=True),
+        patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=mixed_precision or "no"),
+        float32_restored(),
+        restored_generators(torch.device("cpu")),
+        torch.random.fork_rng(gpus, device_type="cuda"),
+        torch.random.fork_rng(range(torch.mps.device_count()), device_type="mps"),
+    ):
+        try:
             yield
-    finally:
-        _clear(states)
-        for state, held in zip(states, before, strict=True):
-            state._shared_state.update(held)
-        os.environ.clear()
-        os.environ.update(environment)
+        finally:
+            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+            torch.set_num_threads(threads)
+            torch.backends.cudnn.benchmark = benchmark
 
 
 def _end_group() -> None:
     """Destroy the process group at exit, before destructors, which abort sometimes under gloo."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
-
-
-def _clear(states: tuple[type, ...]) -> None:
-    for state in states:
-        state._shared_state.clear()  # type: ignore[attr-defined]
-
-
-def _precision(asked: str | None) -> str:
-    # notebook_launcher sets MIXED_PRECISION, which accelerate does not read.
-    current = (
-        os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
-    )
-    if asked is not None and asked not in _PRECISIONS:
-        raise BadInput(f"mixed_precision {asked!r} is unknown; known: {', '.join(_PRECISIONS)}")
-    return asked or current
-
-
-@contextmanager
-def _switches() -> Iterator[None]:
-    # Remember what a run sets.
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    threads = torch.get_num_threads()
-    benchmark = torch.backends.cudnn.benchmark
-    try:
-        with float32_restored():
-            yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        torch.set_num_threads(threads)
-        torch.backends.cudnn.benchmark = benchmark
-
-
-@contextmanager
-def _random() -> Iterator[None]:
-    python = random.getstate()
-    arrays = np.random.get_state()
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    apple = range(torch.mps.device_count())
-    try:
-        with (
-            torch.random.fork_rng(devices, device_type="cuda"),
-            torch.random.fork_rng(apple, device_type="mps"),
-        ):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(arrays)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -25,7 +25,7 @@ from oneloop.basics.launcher import local_ranks, ranks
 from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
-from oneloop.launch.signals import Stopping, leave
+from oneloop.launch.signals import Stopping
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
@@ -125,10 +125,6 @@ class Run(Agreement):
         autocast = {**HALF, "fp8": torch.bfloat16}  # fp8: of all other products
         return peak_flops(self.device, autocast.get(self.accelerator.mixed_precision, weights))
 
-    def end(self, code: int) -> NoReturn:
-        """End this process with ``code``."""
-        leave(code, main=self.main)
-
 
 def start(
     *,
@@ -137,7 +133,7 @@ def start(
     find_unused_parameters: bool = False,
     deterministic: bool = False,
     exact: bool = False,
-    track: tuple[str, ...] = (),
+    track: Sequence[str] = (),
     folder: Path | None = None,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
@@ -202,14 +198,10 @@ def start(
     )
     run = Run(accelerator, cores=cores)
     if exact and on_cpu:
-        _use_one_thread(run)
+        # The number of CPU threads changes the order of sums.
+        run.closing.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
     return run
-
-
-def _use_one_thread(run: Run) -> None:
-    """Use one CPU thread until the end of the run: their number changes the order of sums."""
-    run.closing.callback(torch.set_num_threads, torch.get_num_threads())
-    torch.set_num_threads(1)
 
 
 def _checked_device(
@@ -249,12 +241,11 @@ def _is_true(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() == "true"
 
 
-def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
+def reject_strategy(*, sharding: bool) -> None:
     """Raise BadInput for accelerate's settings that oneloop does not support.
 
     Args:
         sharding: whether FSDP shards the model.
-        elastic: whether the number of nodes may change.
     """
     # Check numbers first: the tests below convert them.
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
@@ -271,11 +262,6 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
         )
     if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
-    if elastic and int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput(
-            "hybrid sharding (HSDP) has a fixed number of processes; give one number of "
-            "--nodes or fsdp2"
-        )
 
     # Reject other strategies.
     for other in ("DEEPSPEED", "MEGATRON_LM"):

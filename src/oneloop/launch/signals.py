@@ -80,6 +80,7 @@ class Stopping:
         self._deadline = float("inf")
 
         self._signals: list[signal.Signals] = []
+        self._is_called = False  # whether a program of the user's calls oneloop
         # whether the run has not begun; None: StoppedEarly was raised
         self.early: bool | None = False
 
@@ -91,7 +92,7 @@ class Stopping:
         this process ends.
         """
         self.early = True
-        on_stops(self._exit_on_second)
+        on_stops(self._handle)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -103,7 +104,8 @@ class Stopping:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._raise_on_second) for number in stop_signals()}
+        self._is_called = True
+        before = {number: signal.signal(number, self._handle) for number in stop_signals()}
         try:
             yield
         finally:
@@ -128,20 +130,14 @@ class Stopping:
                 self.by = "a STOP file"
         return self.by is not None
 
-    def _record(self, number: int) -> bool:
-        """Record a signal; return whether it is a repeated SIGINT."""
+    def _handle(self, number: int, frame: Any) -> None:
         again = number == signal.SIGINT and number in self._signals
         self.by = self.by or stop_name(number)
         self._signals.append(signal.Signals(number))
-        return again
-
-    def _exit_on_second(self, number: int, frame: Any) -> None:
-        if self._record(number) and not CHANNEL.watched:
+        if again and self._is_called:
+            raise KeyboardInterrupt
+        if again and not CHANNEL.watched:
             leave_at_once(INTERRUPTED)
         if self.early:
             self.early = None
             raise StoppedEarly
-
-    def _raise_on_second(self, number: int, frame: Any) -> None:
-        if self._record(number):
-            raise KeyboardInterrupt

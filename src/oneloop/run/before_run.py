@@ -13,8 +13,8 @@ from oneloop.basics.files import cache_folder
 from oneloop.checkpoint.weights import bare
 from oneloop.evaluation import evaluating
 from oneloop.launch.processes import Run
+from oneloop.run.compatibility import source_hash, sources
 from oneloop.run.environment import versions
-from oneloop.run.source_code import source_hash, sources
 
 
 def before_run(

@@ -3,13 +3,22 @@
 A resume compares them, and so do all ranks before the first step, and commands after training.
 """
 
+import inspect
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from oneloop.basics.content_hash import content_hash
+import numpy as np
+from torch import Tensor, nn
+
+from oneloop.basics.content_hash import content_hash, is_strided
 from oneloop.basics.differences import Texts, differences, listed, texts
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import scalar_names
 from oneloop.basics.untrusted import damaged
@@ -25,18 +34,43 @@ from oneloop.recipe.comparison import (
 )
 from oneloop.recipe.schema import Recipe
 from oneloop.run.environment import computed_by
-from oneloop.run.source_code import source_hash
 from oneloop.task_protocol.user_code import theirs
 
 SOURCE = "source of the task"
 ORDER = "order of the training set (let order() depend on its arguments only)"
 _DEVICE = "device"
 _LONG = 1 << 15  # characters of the description of a model
+_HASHED = 1 << 20  # elements of a tensor that are hashed, at most
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _REPORTED = {
     _DEVICE: "the samples stay the same, but rounding and the numbers of dropout are others",
     SOURCE: "the run continues with the new source",
 }
 """inputs that may change, and what follows"""
+
+
+def sources() -> dict[str, str]:
+    """Return a hash of the source of each imported module that is not installed."""
+    hashes = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if file.startswith(_LIBRARIES) or "-packages/" in file:
+            continue
+        with suppress(OSError):
+            hashes[name] = content_hash(Path(file).read_bytes())
+    return hashes
+
+
+def source_hash(kind: Any) -> str:
+    """Return a hash of the file of a class; of a class in a notebook, of its functions' sources."""
+    with suppress(TypeError, OSError):
+        return content_hash(Path(str(inspect.getsourcefile(kind))).read_bytes())
+    with suppress(TypeError, OSError):
+        functions = filter(inspect.isfunction, vars(kind).values())
+        return content_hash([*map(inspect.getsource, functions)])
+    return "unknown"
 
 
 def recipe_inputs(recipe: Recipe) -> Texts:
@@ -90,14 +124,10 @@ def data_inputs(task: Any, sets: Mapping[str, Any], *, seed: int, workers: int =
     inputs: Texts = {}
     for name, dataset in sets.items():
         member = "train_set()" if name == "train" else "eval_sets()"
-        call = partial(_call, task, member)
+        call = partial(theirs, task, member)
         content, _ = content_of(dataset, seed=seed, workers=workers, call=call)
         inputs |= texts(content, f"{name} set, ")
     return inputs
-
-
-def _call(task: Any, member: str, function: Callable[[], Any]) -> Any:
-    return theirs(task, member, function)
 
 
 def input_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -157,3 +187,44 @@ class InputCheck:
             )
         for line in changed.values():
             self.say(f"accepted: {line}")
+
+
+def reject_other_jobs(job: Job, run: Run) -> None:
+    """Raise BadInput if the ranks have different inputs, or models with other values.
+
+    Collective: call on every rank.
+    """
+    with run.setting_up():
+        mine: Texts = {**job.inputs, ORDER: job.order_hash(), **_values_of(job.model)}
+        code = sources()
+    reports = run.gathered((mine, code))
+
+    # All ranks compare the same reports, so all of them raise the same error.
+    first, first_code = reports[0]
+    for rank, (inputs, code) in enumerate(reports):
+        lines = input_differences(first, inputs)
+        # A module that only one of them has imported is not compared.
+        lines |= differences(first_code, {name: code.get(name) for name in first_code})
+        if lines:
+            raise BadInput(
+                f"the ranks differ (rank 0 -> rank {rank}): {listed(lines)}; give all of them the "
+                "same data, model and code; let model() draw from the global generators of torch, "
+                "numpy or Python, which are seeded alike"
+            )
+
+
+def _values_of(model: nn.Module) -> Texts:
+    """Return hashes of what a model holds: parameters, buffers, and other tensors and arrays.
+
+    Args:
+        model: not yet wrapped or sharded.
+    """
+    # Of a large one, hash every n-th element.
+    hashes: Texts = {}
+    for prefix, module in model.named_modules():
+        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and is_strided(value)):
+                flat = value.reshape(-1)
+                name = f"values of {prefix}.{key}".replace(" .", " ")
+                hashes[name] = content_hash(flat[:: 1 + len(flat) // _HASHED])
+    return hashes

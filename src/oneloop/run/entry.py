@@ -2,18 +2,21 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
-from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly, Unavailable
-from oneloop.job.build import Job
+from oneloop.basics.exit_codes import BadInput, StoppedEarly, Unavailable
+from oneloop.basics.houses import required
+from oneloop.job.build import Job, build_job
 from oneloop.launch.before_imports import is_main, read_once, reject
 from oneloop.launch.processes import Run, start
 from oneloop.launch.signals import leave, leave_at_once
+from oneloop.machine.torch_settings import float32_products
 from oneloop.recipe.schema import Recipe
+from oneloop.run.compatibility import inputs_of, recipe_inputs, reject_other_jobs
 from oneloop.run.failure import exits_are_errors, failed, report_error, words_of
 from oneloop.run.folder import Folder
-from oneloop.run.preparation import prepared
 from oneloop.run.summary import end_of
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import check_trackers
@@ -48,7 +51,7 @@ def main(train: Train, argv: Sequence[str] | None = None) -> NoReturn:
     except BaseException as error:  # before the run existed
         report_error(error, words_of(error))
         leave(exit_codes.ERROR, main=is_main())
-    run.end(summary["exit_code"])
+    leave(summary["exit_code"], main=run.main)
 
 
 def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
@@ -114,27 +117,17 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 found = run.from_main(folder.finished)
                 return {**found, "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
-    except (BadInput, Unavailable, StoppedEarly) as error:
-        # The run may find a fault later: in a batch, in a generated text, in a mirror at a rewind.
-        if job is not None and run.begun:
-            fault = error
-            summary = failed(error, job, run, folder, cli=cli)
-        else:
-            # Nothing was written. If a stop was requested, the error may follow from it.
-            folder.abandon()
-            if run.stopping.early is None:
-                raise StoppedEarly from error.__cause__
-            raise error from error.__cause__
-    except Diverged as error:
-        fault = error
-        summary = {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
-        if run.stopping.early is None:  # a library has turned StoppedEarly into its own error
+        # If a stop was requested before the run began, the error may follow from it.
+        if run.stopping.early is None:
             folder.abandon()
             raise StoppedEarly from error
-        # From Python, the caller gets a second interrupt.
-        if job is None or (not cli and not isinstance(error, Exception)):
-            folder.release()
+
+        # Nothing was written, or (from Python) the caller gets a second interrupt.
+        rejected = isinstance(error, BadInput | Unavailable) and not run.begun
+        interrupted = not (cli or isinstance(error, Exception))
+        if job is None or rejected or interrupted:
+            folder.abandon()
             raise
         fault = error
         summary = failed(error, job, run, folder, cli=cli)
@@ -146,3 +139,55 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         if summary["exit_code"] != code:
             fault = OSError(summary["exit_reason"])
     return {**summary, "folder": str(folder.path)}, fault
+
+
+def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
+    """Build and check the job of a recipe. Collective: call on every rank.
+
+    Args:
+        recipe: what to train.
+        run: this process.
+        folder: the run folder, which may hold an earlier run; nothing is written to it.
+        cli: whether the command line runs it.
+
+    Returns:
+        The job, or None if the run in the folder is finished.
+
+    Raises:
+        BadInput: on every rank.
+    """
+    # Look at the folder on rank 0: may this run be there?
+    finished: str | None = None
+    with run.setting_up():
+        if run.main:
+            finished = folder.inspect(
+                recipe_inputs(recipe),
+                resume=recipe.run.resume,
+                accept_changes=recipe.run.accept_changes,
+            )
+            # From Python, the result would be that of another class.
+            if finished and folder.edited and not cli:
+                raise BadInput(finished)
+    finished = run.from_main(finished)
+    if finished:
+        run.display.say(finished)
+        return None
+
+    # Build the job, after a search for the micro-batch size.
+    machine = recipe.machine
+    replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+    if replaced:
+        run.display.say(replaced)
+    micro = None
+    if isinstance(recipe.batch.micro, str):
+        with run.setting_up():
+            micro = required("batch.micro auto").find_micro(recipe, run)
+    with run.setting_up():
+        job = build_job(
+            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
+        job = replace(job, inputs=inputs_of(job, run))
+    if run.ranks > 1:
+        reject_other_jobs(job, run)
+    run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
+    return job

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import shutil
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -15,20 +14,6 @@ import torch
 from oneloop.basics.system.processes import cpu_name, usable_cores
 from oneloop.recipe.schema import Recipe
 
-_PACKAGES = (
-    "accelerate",
-    "bitsandbytes",
-    "datasets",
-    "numpy",
-    "oneloop",
-    "peft",
-    "safetensors",
-    "tokenizers",
-    "torch",
-    "torchmetrics",
-    "torchvision",
-    "transformers",
-)
 _COMPUTE = (
     "bitsandbytes",
     "numpy",
@@ -40,6 +25,7 @@ _COMPUTE = (
     "transformers",
 )
 """packages whose version may change computed values"""
+_PACKAGES = (*_COMPUTE, "accelerate", "datasets", "safetensors", "tokenizers", "torchmetrics")
 
 
 def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
@@ -52,12 +38,10 @@ def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 
 def _git_revision() -> str | None:
-    if not shutil.which("git"):
-        return None
-    asked = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    words = ["git", "rev-parse", "HEAD"]
+    with suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    return None
 
 
 def environment(**more: Any) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """Errors that end a run: their words, their report to the supervisor, and the run's summary."""
 
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from oneloop.basics import exit_codes
+from oneloop.basics.houses import tool
 from oneloop.basics.launcher import rank, ranks
 from oneloop.basics.memory import is_out_of_memory
 from oneloop.checkpoint.background_save import SaveError
@@ -24,24 +24,14 @@ _WATCHED = 10.0  # seconds that the supervisor has to end a process that reporte
 def failed(
     error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool
 ) -> dict[str, Any]:
-    """Return the summary of a run that an error ended.
-
-    If memory ran out, add advice and write a memory snapshot.
-    """
+    """Return the summary of a run that an error ended, with advice if memory ran out."""
+    if isinstance(error, exit_codes.Diverged):
+        return {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     end_workers(error)
     reason = words_of(error)
-    if is_out_of_memory(error):
-        from oneloop.measure.profiling import memory_snapshot
-        from oneloop.run.out_of_memory import explained
-
-        # Write a snapshot if rank 0 has begun the run.
-        if run.device.type == "cuda" and folder.path.is_dir():
-            snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
-            print(
-                f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
-                file=sys.stderr,
-            )
-        reason = explained(job, run, error)
+    advice = tool("advice on memory") if is_out_of_memory(error) else None
+    if advice is not None:
+        reason = advice.explained(job, run, folder.path, error)
     if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
         before = "no step was found to be right: start the run again"
         if error.equal_at:

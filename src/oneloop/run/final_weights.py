@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.files import replacing
 from oneloop.basics.untrusted import delete, read_json
-from oneloop.checkpoint.manifest import MANIFEST, read_manifest
-from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of
+from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
 from oneloop.checkpoint.store import vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
@@ -106,30 +105,6 @@ def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Mo
         if name in weights:
             tensor.data = weights[name]  # tied weights share this tensor
     return made.train(model.training)
-
-
-def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
-    """Raise ValueError if a checkpoint was trained on another base model.
-
-    Args:
-        folder: the checkpoint, or ``final/``.
-        origin: the base model of the task, or None.
-    """
-    if folder.name == FINAL:
-        there = read_manifest(folder)["about"].get("base")
-    else:
-        there = base_model_of(folder)
-    if (origin is None) != (there is None):
-        raise ValueError(
-            f"{folder} is of another model: only one of the two has a separate base model"
-        )
-    if origin is None:
-        return
-    other = origin.difference(there or {})
-    if other:
-        raise ValueError(
-            f"{folder} needs the base model {other}; restore it at the path in task.model"
-        )
 
 
 def load_task_state(task: Task, folder: Path) -> None:

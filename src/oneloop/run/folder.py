@@ -7,22 +7,21 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from oneloop.basics.differences import differences, listed
-from oneloop.basics.exit_codes import STOPPED, BadInput
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, one_line, printable, replacing, vouched, writing
-from oneloop.basics.untrusted import damaged, delete, is_number, read_json
+from oneloop.basics.houses import tool
+from oneloop.basics.untrusted import damaged, delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.store import Store, problems_of_files
-from oneloop.show.metrics_file import parsed
+from oneloop.run.compatibility import SOURCE, input_differences
 
-_TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
 _BEFORE_RECIPE = {
     *(".lock", "owner.json", "environment.json", ".recipe.yaml.draft", ".environment.json.draft"),
@@ -112,10 +111,9 @@ class Folder:
             )
         if not saved:
             return None
-        from oneloop.run.compatibility import SOURCE, input_differences
 
         # Is it a run of this recipe?
-        record = self._read("environment.json", _vouched)
+        record = self.read("environment.json", read_vouched)
         if record is None:
             return None
         with damaged(f"{self.path}/environment.json"):
@@ -132,7 +130,7 @@ class Folder:
             )
 
         # Is it finished, with intact final weights?
-        ended = self._read("summary.json", _vouched)
+        ended = self.read("summary.json", read_vouched)
         if not is_same or not ended or ended.get("exit_code") != 0:
             return None
         if not str(ended.get("exit_reason", "")).startswith(("done", "early stop")):
@@ -159,7 +157,7 @@ class Folder:
         names = {path.name for path in self.path.iterdir()}
         return not names <= _BEFORE_RECIPE and not {"recipe.yaml", "environment.json"} <= names
 
-    def _read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    def read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
 
         Damage is logged.
@@ -222,32 +220,14 @@ class Folder:
         self.begun = True
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
-        """Return the times of all starts.
+        """Return the times of all starts, from which the report computes goodput.
 
         Args:
             began: time of this start, in seconds since 1970.
             seconds: training time of the checkpoint that it continues from (0: there is none).
-
-        Returns:
-            ``first``: time of the first start. ``number``: of starts. ``repeated``: seconds of
-            training that were lost and are done again. ``before``: training time before the first
-            start, in another folder. ``stops``: starts that ended by a requested stop.
         """
-        new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds, "stops": 0}
-        old = self._read("environment.json", partial(_starts, like=new))
-        if not old:
-            return new
-
-        # What was trained after the checkpoint is lost: the last log line says until when.
-        if (self.path / "metrics.jsonl").is_file():
-            with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-                times = [line["time"] for line in parsed(file) if is_number(line.get("time"))]
-                last = max(times, default=0.0)
-                old["repeated"] += max(0.0, last - max(seconds, old["before"]))
-        ended = self._read("summary.json", _vouched) or {}
-        old["stops"] = old.get("stops", 0) + (ended.get("exit_code") == STOPPED)
-        return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
+        goodput = tool("goodput")
+        return goodput.starts(self, began, seconds) if goodput else {}
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -263,13 +243,13 @@ class Folder:
             raise
 
     def abandon(self) -> None:
-        """Remove what :meth:`hold` created, if the run did not begin."""
-        if self._lock.is_locked and not self.begun:
+        """Release the lock, and remove what :meth:`hold` created if the run did not begin."""
+        if self._lock.is_locked:
             self.close()
-            if self._made:
-                (self.path / ".lock").unlink(missing_ok=True)
         if self.begun:
             return
+        if self._made:
+            (self.path / ".lock").unlink(missing_ok=True)
         with suppress(OSError):
             for folder in self._made:
                 folder.rmdir()  # only if it is empty
@@ -284,11 +264,6 @@ class Folder:
                 f"{free / 2**20:,.0f} MiB are free on its disk; make room, choose another run.dir, "
                 "or keep fewer (--save.keep 1, --save.best false)"
             )
-
-    def release(self) -> None:
-        """Release the lock, if this run holds it."""
-        if self._lock.is_locked:
-            self.close()
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
         """Return the summary, with what a mirror adds.
@@ -329,13 +304,8 @@ class Folder:
         self.write(name, dumps(content, indent=2) + "\n")
 
 
-def _starts(file: Path, *, like: Mapping[str, float]) -> dict[str, float]:
-    """Return the times of the starts in environment.json, with the types of others."""
-    starts = read_json(file).get("starts", {})
-    return {name: type(value)(starts[name]) for name, value in like.items() if starts}
-
-
-def _vouched(file: Path) -> dict[str, Any]:
+def read_vouched(file: Path) -> dict[str, Any]:
+    """Return a JSON file that has a checksum. Raise ValueError if it is damaged."""
     content: dict[str, Any] = read_json(file)
     if not intact(content):
         raise ValueError("its checksum differs")

@@ -27,12 +27,10 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
             print(f"oneloop: {moved}", file=sys.stderr)
         return {**summary, "exit_reason": f"error: {moved}", "exit_code": exit_codes.ERROR}
 
-    # Write the summary before the upload, which may take long, and once more with its result.
+    # Write the summary before each upload, which may take long, and with its result.
     _write(folder, summary)
-    uploaded = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
-    if uploaded != summary:
-        _write(folder, uploaded)
-    summary = uploaded
+    summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
+    _write(folder, summary)
 
     # Write the report, which derives goodput and advice from metrics.jsonl. An error of the report
     # does not fail the run.
@@ -45,15 +43,11 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
             page, more, advice = reporting.ended(folder.path)
             folder.write("report.html", page)
             summary = summary | more
-            _write(folder, summary)
     except Exception as error:
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
-
-    # Upload the report. If that fails, the summary says so.
-    now = folder.uploaded(summary, final=False)
-    if now != summary:
-        _write(folder, now)
-    summary = now
+    _write(folder, summary)
+    summary = folder.uploaded(summary, final=False)
+    _write(folder, summary)
     folder.close()
 
     # Print the result.

@@ -26,6 +26,7 @@ from oneloop.basics.streams import replace_unknown_characters
 from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
+from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
 from oneloop.run.before_run import before_run
 from oneloop.tools.after_training.data_sets import generation_of, sets_of
@@ -108,7 +109,7 @@ def run(given: Namespace) -> NoReturn:
         if given.command == "evaluate":
             result = dumps(result) if given.json else _table(result)
         print(result, flush=True)
-    processes.end(exit_codes.DONE)
+    leave(exit_codes.DONE, main=processes.main)
 
 
 def _table(metrics: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from oneloop.basics.base_models import BaseModel
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of, chosen_of
 from oneloop.checkpoint.state_dict import load_tensors
@@ -17,7 +18,7 @@ from oneloop.machine.frozen_dtype import rounded
 from oneloop.recipe.class_paths import CHOICES
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
-from oneloop.run.final_weights import load_task_state, reject_other_origin
+from oneloop.run.final_weights import load_task_state
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
 from oneloop.tools.after_training.recorded_task import recorded_by, reject_changed_data
 
@@ -145,3 +146,27 @@ def _without_training(recipe: Recipe, *, keeps_base: bool) -> Recipe:
     if pretrained and not keeps_base and task.name in CHOICES["task"]:
         task = replace(task, options={**task.options, "pretrained": False})
     return replace(recipe, init=InitConfig(), machine=machine, task=task)
+
+
+def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
+    """Raise ValueError if a checkpoint was trained on another base model.
+
+    Args:
+        folder: the checkpoint, or ``final/``.
+        origin: the base model of the task, or None.
+    """
+    if folder.name == FINAL:
+        there = read_manifest(folder)["about"].get("base")
+    else:
+        there = base_model_of(folder)
+    if (origin is None) != (there is None):
+        raise ValueError(
+            f"{folder} is of another model: only one of the two has a separate base model"
+        )
+    if origin is None:
+        return
+    other = origin.difference(there or {})
+    if other:
+        raise ValueError(
+            f"{folder} needs the base model {other}; restore it at the path in task.model"
+        )

@@ -4,9 +4,14 @@ import os
 from collections.abc import Sequence
 
 from oneloop.basics.command_options import Options
-from oneloop.launch.command import hide_warnings_of_torch, split_words
+from oneloop.launch.command import (
+    NODE_OPTIONS,
+    hide_warnings_of_torch,
+    split,
+    split_words,
+)
 from oneloop.launch.config_files import read_config
-from oneloop.launch.nodes import nodes, options
+from oneloop.tools.nodes import nodes
 
 _HELP = """Check that this host can train, and that several hosts can train together.
 
@@ -35,7 +40,8 @@ def checked(words: Sequence[str]) -> None:
         Options("doctor", _HELP, usage=usage).parse_args(words)
 
     # The last word stands for a missing recipe.
-    own, rest = options([*(word for word in words if word != "--json"), "no-recipe"])
+    given = [word for word in words if word != "--json"]
+    own, rest = split([*given, "no-recipe"], NODE_OPTIONS)
     nodes(own, os.environ)
     known = split_words(rest)
     if known is not None:

@@ -22,8 +22,7 @@ from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch import devices
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import accelerate_variables, launch_options
-from oneloop.launch.nodes import Nodes, address_towards, nodes, options
+from oneloop.launch.command import NODE_OPTIONS, launch_options, split
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import (
@@ -36,6 +35,13 @@ from oneloop.tools.elastic.node_checks import (
     new_file,
 )
 from oneloop.tools.elastic.rendezvous import exchanged, open_store
+from oneloop.tools.nodes import (
+    Nodes,
+    accelerate_variables,
+    address_towards,
+    nodes,
+    nodes_of_accelerate,
+)
 
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links
 _TIMES = 4  # tries of a link
@@ -70,9 +76,10 @@ def run(words: Sequence[str]) -> int:
     words = [word for word in words if word != "--json"]
 
     # Read the options as oneloop launch does. The last word stands for a missing recipe.
-    own, rest = options([*words, "no-recipe"])
-    given, _, found = launch_options(rest)
-    known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
+    own, rest = split([*words, "no-recipe"], NODE_OPTIONS)
+    given, _, settings = launch_options(rest)
+    asked = nodes(own, os.environ) or nodes_of_accelerate(settings)
+    known = replace(asked or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
         several = known.most > 1 or torch.accelerator.device_count() > 1
         rest = ["--config_file", "ddp" if several else "single", *rest]

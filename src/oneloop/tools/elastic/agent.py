@@ -24,7 +24,6 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from oneloop.basics.exit_codes import ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, report_exit_code
-from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.recipe.schema import Recipe
 from oneloop.supervise.crash_report import say, stop_name
 from oneloop.tools.elastic.bounded_store import LOST, BoundedStore
@@ -35,6 +34,7 @@ from oneloop.tools.elastic.rendezvous import (
     announced,
     exchanged,
 )
+from oneloop.tools.nodes import Nodes, address_towards
 
 _POLL = 0.1  # seconds between two looks
 

@@ -32,9 +32,7 @@ from oneloop.basics.launcher import HOST, register_process
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import AgentTask, accelerate_variables
 from oneloop.launch.launched import end_early
-from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.supervise.crash_report import say
 from oneloop.tools.elastic.agent import Agent
 from oneloop.tools.elastic.clocks import show_clock
@@ -45,6 +43,7 @@ from oneloop.tools.elastic.rendezvous import (
     rendezvous_handler,
     secret_of,
 )
+from oneloop.tools.nodes import AgentTask, Nodes, accelerate_variables, address_towards
 
 _OVER = "the run has ended on the other nodes"
 
@@ -67,9 +66,13 @@ def run(task: AgentTask) -> int:
     # Check the settings and the recipe before this node waits for others.
     from oneloop.launch.processes import reject_strategy
 
-    reject_strategy(
-        sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most
-    )
+    reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true")
+    groups = int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    if nodes.least < nodes.most and groups > 1:
+        raise BadInput(
+            "hybrid sharding (HSDP) has a fixed number of processes; give one number of "
+            "--nodes or fsdp2"
+        )
     recipe = read_once(tuple(training)) if task.module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
 

@@ -21,7 +21,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.launch.nodes import Nodes, is_here
 from oneloop.supervise.crash_report import say
 from oneloop.tools.elastic.bounded_store import BoundedStore, answered
 from oneloop.tools.elastic.signed_backend import (
@@ -31,6 +30,7 @@ from oneloop.tools.elastic.signed_backend import (
     agree_on_secret,
     secret,
 )
+from oneloop.tools.nodes import Nodes, is_here
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing

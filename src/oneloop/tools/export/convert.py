@@ -13,8 +13,9 @@ from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.weights import load_weights
 from oneloop.machine.frozen_dtype import rounded
-from oneloop.run.final_weights import file_of, load_task_state, reject_other_origin, write_final
+from oneloop.run.final_weights import file_of, load_task_state, write_final
 from oneloop.task_protocol.protocol import Task
+from oneloop.tools.after_training.trained_model import reject_other_origin
 from oneloop.tools.export.power_emas import load_power_ema
 
 _DTYPES = {

@@ -29,11 +29,10 @@ from oneloop.basics.system.start_methods import server_context, spawns, start_co
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.launch.agreement import where
-from oneloop.launch.command import accelerate_variables
-from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
+from oneloop.tools.nodes import Nodes, accelerate_variables
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.tools.plan.largest_samples import SAMPLED, may_be_larger

@@ -18,7 +18,6 @@ from torch import Tensor
 from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.launch.command import launch_options
 from oneloop.launch.config_files import config_file
 from oneloop.recipe.parse import read
 from oneloop.tools.compare.first_difference import FirstDifference, parting
@@ -102,7 +101,7 @@ class _Proof:
     ) -> None:
         self.recipe = read(training)
         batch = self.recipe.batch
-        file = launch_options(["--config_file", own.config_file, "recipe"])[0][1]
+        file = config_file(own.config_file)
         settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         number = own.processes or settings.get("num_processes") or 1
         gpus = torch.cuda.device_count()

@@ -3,15 +3,19 @@
 They come from the options of ``oneloop launch``, or from the environment of a scheduler.
 """
 
+import json
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from oneloop.basics.duration import seconds
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import module_of
+from oneloop.launch.command import hide_warnings_of_torch, launch_options
 
-OPTIONS = ("nodes", "rendezvous", "processes_per_node", "max_restarts", "rejoin")
 PORT = 29400
 ACCELERATE = "accelerate's options"
 
@@ -39,39 +43,11 @@ class Nodes:
         return f"{number} nodes{each}, rendezvous at {self.host}:{self.port} (from {self.source})"
 
 
-def options(
-    words: Sequence[str], names: Sequence[str] = OPTIONS
-) -> tuple[dict[str, str], list[str]]:
-    """Split the options of these names, which precede the recipe, from the other words.
-
-    Raise BadInput for an option without a value.
-    """
-    own: dict[str, str] = {}
-    rest: list[str] = []
-    left = list(words)
-    follows = False  # whether an option of accelerate precedes, which may take a value
-
-    # The recipe is the first word that is neither an option nor the value of one.
-    while left and (left[0].startswith("--") or follows):
-        word = left.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        follows = word.startswith("--") and not equals and name not in names
-        if not word.startswith("--") or name not in names:
-            rest.append(word)
-        elif equals:
-            own[name] = value
-        elif left:
-            own[name] = left.pop(0)
-        else:
-            raise BadInput(f"--{name} needs a value")
-    return own, [*rest, *left]
-
-
 def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     """Return the nodes of a run; None for one node without restarts.
 
     Args:
-        given: the options of :data:`OPTIONS`.
+        given: the options of :data:`oneloop.launch.command.NODE_OPTIONS`.
         environ: the environment, in which schedulers set variables.
 
     Raises:
@@ -118,6 +94,62 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     if {"nodes", "rendezvous"} & given.keys():
         return replace(known, source="options")
     return known
+
+
+def nodes_of_accelerate(settings: Mapping[str, Any]) -> Nodes | None:
+    """Return the nodes that accelerate's settings name; None for one.
+
+    Args:
+        settings: accelerate's options and config file.
+
+    Raises:
+        BadInput: the nodes cannot be used.
+    """
+    machines = int(settings.get("num_machines") or 1)
+    processes = int(settings.get("num_processes") or 0)  # of all machines
+    host = settings.get("main_process_ip")
+    if machines == 1:
+        return None
+    if not host or processes % machines:
+        raise BadInput(
+            f"{machines} machines need --main_process_ip, and --num_processes that they can "
+            "share equally"
+        )
+    return Nodes(
+        least=machines,
+        most=machines,
+        host=str(host),
+        port=int(settings.get("main_process_port") or PORT),
+        processes=processes // machines,
+        source=ACCELERATE,
+    )
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The work of the agent of one node, whose first argument it is, as JSON."""
+
+    nodes: Nodes
+    words: list[str]  # options of accelerate, recipe and keys
+    module: str  # that the training processes run
+    folder: str  # for exit codes and process ids
+    parent: int  # the process with whose end the agent ends
+
+
+def agent_words(nodes: Nodes, words: list[str], module: str, folder: str) -> list[str]:
+    """Return Python's arguments that start the agent of this node, which starts the processes.
+
+    Raise BadInput if the tool ``elastic`` was deleted.
+
+    Args:
+        nodes: the nodes of the run.
+        words: options of accelerate, recipe and keys.
+        module: the module that the processes run.
+        folder: for exit codes and process ids.
+    """
+    hide_warnings_of_torch()
+    task = AgentTask(nodes, words, module, folder, os.getpid())
+    return ["-m", module_of("several nodes or restarts"), json.dumps(asdict(task))]
 
 
 def is_here(host: str) -> bool:
@@ -222,3 +254,58 @@ _SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
     _of_torchrun,
     _of_slurm,
 )
+
+
+def accelerate_variables(
+    words: Sequence[str], nodes: Nodes
+) -> tuple[dict[str, str], list[str], int]:
+    """Return what one node of a run needs from accelerate's launcher.
+
+    Args:
+        words: options, recipe and keys.
+        nodes: the nodes of the run.
+
+    Returns:
+        the environment variables that accelerate's launcher would set for its options, and that
+        differ from those of this process; the recipe and its keys; the number of processes per
+        node.
+
+    Raises:
+        BadInput: invalid options, or options that do not fit the nodes.
+    """
+    import torch
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    # accelerate's number is that of all machines, oneloop's that of one.
+    options, training, _ = launch_options(words)
+    for option in options:
+        if nodes.source != ACCELERATE and option.startswith(("--num_processes", "--num-proc")):
+            raise BadInput(
+                "--num_processes counts the processes of all nodes; give --processes_per_node"
+            )
+
+    # Ask accelerate for the variables of one node: the agents connect the nodes.
+    args = launch_command_parser().parse_args([*options, "-m", *training])
+    try:
+        args = _validate_launch_command(args)[0]
+        processes = nodes.processes or torch.accelerator.device_count()
+        if not processes:  # no GPU
+            processes = 1 if nodes.most > 1 else args.num_processes
+        args.num_machines = 1
+        args.num_processes = processes
+        args.main_process_port = 0
+        variables = prepare_multi_gpu_env(args)
+    except (ValueError, RuntimeError) as error:
+        raise BadInput(f"accelerate rejects the options: {error}") from error
+
+    # Reject a config file for another number of processes.
+    if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
+        raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
+    if args.use_fsdp and processes * nodes.least < 2:
+        raise BadInput(
+            f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the "
+            "minimum of --nodes"
+        )
+    new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    return new, training, processes

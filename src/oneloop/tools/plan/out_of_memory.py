@@ -1,15 +1,35 @@
 """What to change after memory ran out."""
 
+import sys
+from pathlib import Path
+
 import torch
 
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
+from oneloop.measure.profiling import memory_snapshot
 
 _GIB = 2.0**30
 
 
-def explained(job: Job, run: Run, error: BaseException) -> str:
-    """Return the message for an out-of-memory error, with advice and sizes in GiB."""
+def explained(job: Job, run: Run, folder: Path, error: BaseException) -> str:
+    """Return the message for an out-of-memory error, with advice and sizes in GiB.
+
+    Write a snapshot of a GPU's memory into the run folder, if rank 0 has begun the run.
+
+    Args:
+        job: of the run.
+        run: this process.
+        folder: the run folder, which may not exist yet.
+        error: the error that ended the run.
+    """
+    if run.device.type == "cuda" and folder.is_dir():
+        snapshot = memory_snapshot(folder / "profile" / f"out-of-memory-{run.rank}.pickle")
+        print(
+            f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
+            file=sys.stderr,
+        )
+
     # Memory of the host, also pinned memory, or a part of the GPU's that CUDA itself needs. For its
     # tensors on a GPU, torch raises OutOfMemoryError with other words.
     outside = isinstance(error, MemoryError) or any(
