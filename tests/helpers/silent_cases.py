@@ -305,7 +305,7 @@ START = {
         ("Mine.model returned a model with 4 parameters of which none is trained",), FROZEN
     ),
     "a lazy module": Case(
-        ("lazy module",), "    def model(self):\n        return nn.LazyLinear(1)"
+        ("LazyModule", "dummy batch"), "    def model(self):\n        return nn.LazyLinear(1)"
     ),
     "an extra state": Case(
         ("get_extra_state", "buffer"),

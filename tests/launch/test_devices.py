@@ -6,7 +6,6 @@ There is no GPU here: a recorder replaces torch.cuda.device_count and torch.cuda
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from oneloop.basics.seeds import has_drawn, random_states, reseed
 from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checks.state import restored
 from oneloop.data.step_batches import to_device
-from oneloop.job.apple_gpu import reject_model, reject_training
 from oneloop.launch import devices
 from oneloop.launch.interpreter import borrowed
 from oneloop.machine.recompute import recompute
@@ -39,7 +37,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.system.processes",
     "oneloop.checkpoint.pieces",
     "oneloop.data.step_batches",
-    "oneloop.job.apple_gpu",
     "oneloop.launch.devices",
     "oneloop.launch.interpreter",
     "oneloop.launch.processes",
@@ -339,35 +336,6 @@ def test_a_mac_rejects_what_its_gpu_cannot_do(tmp_path, words, how, message):
     assert world.output.count(message) == 1, world.output
     assert "machine.device cpu" in world.output and "Traceback" not in world.output
     assert not (tmp_path / "a").exists()
-
-
-def settings(**values: Any) -> Any:
-    """Return the groups of a recipe that are read for an Apple GPU."""
-    machine = SimpleNamespace(
-        dtype=values.get("dtype", "float32"), compile=values.get("compile", "none")
-    )
-    ema = SimpleNamespace(device=values.get("ema"))
-    optimizer = SimpleNamespace(name=values.get("optimizer", "adamw"))
-    return SimpleNamespace(machine=machine, ema=ema, optimizer=optimizer)
-
-
-@pytest.mark.parametrize(
-    ("values", "setting"),
-    [
-        ({"compile": "regional"}, "machine.compile regional: "),
-        ({"ema": "cpu"}, "ema.device cpu: "),
-        ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer.name bitsandbytes.optim.Ad"),
-    ],
-)
-def test_settings_that_an_apple_gpu_does_not_support(values, setting):
-    def check(recipe: Any) -> None:
-        reject_model(recipe, torch.nn.Linear(2, 2))
-        reject_training(recipe)
-
-    check(settings())
-    with pytest.raises(BadInput, match=re.escape(f"(mps) does not support {setting}")) as error:
-        check(settings(**values))
-    assert "set machine.device cpu (evaluate and predict: --device cpu)" in str(error.value)
 
 
 def deterministic() -> str:

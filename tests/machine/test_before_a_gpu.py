@@ -24,7 +24,6 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import build_job
 from oneloop.launch.processes import start
 from oneloop.machine.mixed_precision import prepare, reject_half_parameters
-from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
@@ -33,8 +32,8 @@ from oneloop.recipe.read import packaged
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal
 from oneloop.tools.plan.step_costs import StepCosts
-from planning import few_chats
-from worlds import ROOT, run
+from tiny import Ragged
+from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.machine.mixed_precision",
@@ -47,34 +46,22 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.plan.step_costs",
 )
 
-SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]
+
+class Unpooled(Ragged):
+    """Its loss uses an operation that has no deterministic algorithm on any device."""
+
+    def loss(self, model, batch):
+        loss, outputs = super().loss(model, batch)
+        places = torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+        return loss * nn.MaxUnpool2d(2)(torch.ones(1, 1, 1, 1), places).sum(), outputs
 
 
-@pytest.mark.parametrize("words", [["digits"], SMALL_GPT, ["sft"]], ids=lambda words: words[0])
-def test_the_packaged_models_are_deterministic_on_a_gpu(words, tmp_path):
-    if words == ["sft"]:
-        words = ["sft", *few_chats(tmp_path)]  # the model is the same
-    for keys in (["--machine.deterministic", "true"], ["--batch.grain", "1"]):
-        job = build_job(read([*words, *keys]), ranks=1, device="cuda")
-        reject_not_deterministic(job.model, "a key")
-
-
-def test_a_layer_that_is_not_deterministic_on_a_gpu_is_rejected_before_the_run():
-    words = ["digits", "--task.model", "alexnet"]
-    build_job(read(words), ranks=1, device="cuda")
-    build_job(read([*words, "--machine.deterministic", "true"]), ranks=1, device="cpu")
-    for keys, name in (
-        (["--machine.deterministic", "true"], "machine.deterministic true"),
-        (["--batch.grain", "8"], "batch.grain"),
-    ):
-        with pytest.raises(ValueError, match=rf"{name} requires .* avgpool \(AdaptiveAvgPool2d\)"):
-            build_job(read([*words, *keys]), ranks=1, device="cuda")
-
-
-def test_adaptive_pooling_to_one_value_is_a_mean_and_allowed():
-    reject_not_deterministic(nn.Sequential(nn.AdaptiveAvgPool2d(1)), "a key")
-    with pytest.raises(ValueError, match="the gradient of 0"):
-        reject_not_deterministic(nn.Sequential(nn.AdaptiveAvgPool2d(2)), "a key")
+def test_an_operation_that_is_not_deterministic_is_reported_before_the_run(tmp_path):
+    words = ["digits", "--task.name", "test_before_a_gpu.Unpooled", "--run.dir", "run"]
+    world = run(train, [*words, "--machine.deterministic", "true"], folder=tmp_path)
+    assert world.codes == [2], world.output
+    assert "does not have a deterministic implementation" in world.output
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("height", [1, 2, 3, 4, 5, 8, 33, 64])

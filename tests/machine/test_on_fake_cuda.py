@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fake_cases import OTHERS, RECIPES, prepared
@@ -18,8 +19,7 @@ from fake_cuda import CUDA, Attention, Seen, fake_cuda, fake_run, on_cuda
 from fake_steps import FakeSteps, Prepared
 from oneloop.basics.tensors import Planned
 from oneloop.data.step_batches import to_device
-from oneloop.machine.recompute import _kept_operations
-from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
+from oneloop.machine.recompute import _keeps
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.tasks.language.attention import attend_within_documents
@@ -281,15 +281,6 @@ def test_pooling_to_one_value_has_a_deterministic_kernel():
     check_kernels(seen)
 
 
-def test_all_modules_for_which_torch_raises_are_rejected_before_a_run():
-    text = torch.use_deterministic_algorithms.__doc__.split("will throw a")[-1]
-    lines = [line for line in text.splitlines() if "MPS" not in line]
-    named = set(re.findall(r":class:`torch\.nn\.(\w+)`", "\n".join(lines)))
-    known = {kind.__name__ for kind in _NOT_DETERMINISTIC}
-    # NLLLoss raises for images only, EmbeddingBag for one mode.
-    assert named - known <= {"NLLLoss", "EmbeddingBag"}
-
-
 class _Names(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -348,7 +339,7 @@ def test_generation_looks_only_after_several_tokens():
 
 
 def test_selective_recomputation_keeps_the_attention_of_packed_rows():
-    assert torch.ops.torch_attn._varlen_attn.default in _kept_operations()
+    assert _keeps(None, torch.ops.torch_attn._varlen_attn.default) is CheckpointPolicy.MUST_SAVE
 
 
 def test_chunks_of_the_loss_fill_the_tiles_of_a_gpu():

@@ -24,7 +24,6 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.wide_sums import on_host, wide_dtype
 from oneloop.data.step_batches import to_device
 from oneloop.evaluation import evaluate
-from oneloop.job.apple_gpu import reject_model
 from oneloop.recipe.parse import read
 from oneloop.task_protocol.evaluation_metrics import make_metrics
 from oneloop.tasks.language.text_sums import TextSums
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.wide_sums",
     "oneloop.data.step_batches",
     "oneloop.evaluation",
-    "oneloop.job.apple_gpu",
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.tasks.light_metrics",
     "oneloop.tasks.text_regression",
@@ -266,12 +264,3 @@ def test_a_batch_in_double_precision_gets_a_message(dtype):
     with pytest.raises(BadInput, match=f"'y' in {str(dtype)[6:]}, which the device mps"):
         to_device({"y": batch["y"]}, torch.device("mps"))
     assert to_device(batch, torch.device("cpu"))["y"].dtype is dtype
-
-
-def test_a_model_with_a_buffer_in_float64_gets_a_message():
-    model = torch.nn.Linear(2, 2)
-    machine = SimpleNamespace(compile="none")
-    reject_model(SimpleNamespace(machine=machine), model)
-    model.register_buffer("scale", torch.ones(2, dtype=torch.float64))
-    with pytest.raises(BadInput, match="does not support scale in float64: it has no float64"):
-        reject_model(SimpleNamespace(machine=machine), model)

@@ -12,9 +12,9 @@ import transformers
 
 from adapters import WORDS, a_base, of_words
 from oneloop.cli import main
-from oneloop.machine.frozen_dtype import rounded
 from oneloop.tasks.language.lora_settings import adapters
 from oneloop.tasks.sft import SFT
+from oneloop.tools.rounded_matrices import round_frozen
 from planning import few_chats
 from silent_cases import unfinished
 from worlds import after, run, train
@@ -22,6 +22,7 @@ from worlds import after, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.basics.base_models",
     "oneloop.machine.frozen_dtype",
+    "oneloop.tools.rounded_matrices",
     "oneloop.tasks.language.lora",
     "oneloop.tasks.language.lora_settings",
     "oneloop.tasks.language.models",
@@ -241,10 +242,10 @@ def test_a_model_saved_in_four_bits(base, chats, tmp_path):
 def test_matrices_that_training_does_not_round_are_not_rounded_afterwards():
     model = torch.nn.Linear(4, 4).half().requires_grad_(False)
     before = model.weight.clone()
-    rounded(model, "bfloat16")
+    round_frozen(model, "bfloat16")
     assert torch.equal(model.weight, before)
     model = model.float()
-    rounded(model, "bfloat16")
+    round_frozen(model, "bfloat16")
     assert torch.equal(model.weight, before.float().bfloat16().float())
 
 

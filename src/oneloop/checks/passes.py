@@ -20,7 +20,6 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import as_real, reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
-from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.measure.flops import Operations
 
 _AT_ONCE = 65_536  # elements
@@ -88,8 +87,9 @@ def run_pass(
     def measure(name: str, gradient: Tensor) -> None:
         if gradient.is_sparse:
             raise Inexact(
-                f"the gradient of {name} is sparse, which is not supported; set sparse=False. "
-                f"{LARGE_TABLE}"
+                f"the gradient of {name} is sparse, which is not supported; set sparse=False. For "
+                "a large table, use sgd with momentum 0, or torch.optim.Adagrad: they change the "
+                "same rows (docs/reference/optimizers.md)"
             )
         measured[name] = _measured(gradient)
 

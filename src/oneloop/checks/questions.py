@@ -1,8 +1,11 @@
 """Questions about data sets, state and random numbers, on a few samples before a run."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import missing, tool
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
 from oneloop.basics.tensors import reshard, restored_buffers
@@ -12,7 +15,7 @@ from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import changes, state_hashes
 from oneloop.checks.tolerance import near
 from oneloop.data.fingerprint import IN_PLACE
-from oneloop.job.preflight_result import drawing
+from oneloop.data.step_batches import Batch
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units
 from oneloop.measure.flops import Operations
@@ -59,7 +62,7 @@ def check_doubling(dry: DryRun) -> None:
     # Compute the loss of the sample, and of the sample twice.
     hashes = state_hashes(model)
     with (
-        drawing(dry.job, dry.run, dry.root, one, found.notes) as drawn,
+        _drawing(dry, one) as drawn,
         whole_parameters(dry.root),
     ):
         once = float(contract.loss(model, one)[0])
@@ -92,6 +95,22 @@ def check_doubling(dry: DryRun) -> None:
         )
     if state:
         found.notes.append(f"{state}, so another parallel layout trains or evaluates another model")
+
+
+def _drawing(dry: DryRun, batch: Batch) -> Any:
+    """Return a context for a forward, which draws the model graph for TensorBoard, if asked.
+
+    Args:
+        dry: the dry run, which gets a remark if no graph can be made.
+        batch: that the forward gets.
+    """
+    if not dry.run.main or "tensorboard" not in dry.job.recipe.track:
+        return nullcontext()
+    graph = tool("graph")
+    if graph is None:
+        dry.found.notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
+        return nullcontext()
+    return graph.Drawing(dry.root, batch)
 
 
 def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:

@@ -93,9 +93,8 @@ def adapt_to_machine(
     machine = recipe.machine
     notes = []
     if machine.offload and device in ("cpu", "mps"):
-        where = "a CPU" if device == "cpu" else "an Apple GPU"
         raise ValueError(
-            f"machine.offload requires a GPU with its own memory; on {where}, activations are in "
+            f"machine.offload requires a GPU with its own memory; on {device}, activations are in "
             "host memory already"
         )
 

@@ -12,9 +12,8 @@ from torch.utils.data import Subset
 
 from oneloop.basics.differences import Texts
 from oneloop.basics.duration import Duration, Scale, is_time
-from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered, checked_order, order_hash, order_of
+from oneloop.data.order import Ordered, checked_order, order_hash
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import EMASettings
 from oneloop.job.learning_rate import rate_of
@@ -36,7 +35,6 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 _LOG = 50  # steps between log lines with log.every auto, at most
 _LINES = 40  # log lines of a shorter run, at least
 _GARBAGE = 1000  # steps between Python's garbage collections, the same on all processes
-_GROWTH = 3  # length of an early interval with one repeat, in multiples of its first log line
 
 
 @dataclass(frozen=True)
@@ -64,27 +62,17 @@ class Intervals:
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)
 
-    def is_repeated(self, step: int, *, seed: int) -> bool:
+    def is_repeated(self, step: int) -> bool:
         """Return whether to repeat a micro-batch of this step: at some log lines, and at the end.
 
-        There is one in each interval of log lines: early often, and at last every
-        ``machine.check_every`` steps.
+        They are the log lines 1, 4, 16, …, and one at least every ``machine.check_every`` steps.
         """
         if not self.is_due("log", step):
             return False
-        if step >= self.total:
-            return True
         line = step // self.every["log"]
         longest = max(1, self.every["check"] // self.every["log"])
-
-        # Find the interval of this log line.
-        start = 1
-        length = min(longest, _GROWTH * start)
-        while line >= start + length:
-            whole = (line - start) // length if length == longest else 1
-            start += whole * length
-            length = min(longest, _GROWTH * start)
-        return line == start + key(seed, start) % length
+        is_power_of_four = line.bit_count() == 1 and line.bit_length() % 2 == 1
+        return step >= self.total or line % longest == 0 or is_power_of_four
 
     def __contains__(self, name: str) -> bool:
         return name in self.every
@@ -224,10 +212,6 @@ def build_job(
     collate = CollateWithWeight(
         task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe)
     )
-    if device == "mps":
-        from oneloop.job.apple_gpu import reject_training
-
-        reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     reject_skips(task, opened, built.model)
     rate = rate_of(recipe, scale, total)
@@ -268,9 +252,10 @@ def _measures_noise(
 
 def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
     """Return the samples to train on, and their order. Raise ValueError for a wrong combination."""
-    size = recipe.batch.size
-    is_shuffled = recipe.data.shuffle
-    order = checked_order(train_set, seed=recipe.seed, batch=size, shuffle=is_shuffled)
+    order_of = partial(
+        checked_order, seed=recipe.seed, batch=recipe.batch.size, shuffle=recipe.data.shuffle
+    )
+    order = order_of(train_set)
     few = recipe.debug.overfit
     if not few:
         return train_set, order
@@ -280,7 +265,7 @@ def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
             f"{order.copies} copies of each; remove debug.overfit, or set task.repeats 1"
         )
     subset = Subset(train_set, range(min(few, len(train_set))))
-    return subset, order_of(subset, seed=recipe.seed, batch=size, shuffle=is_shuffled)
+    return subset, order_of(subset)
 
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[EMASettings]:
@@ -340,17 +325,14 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
         between = min(_LOG, total // _LINES)
 
     save = recipe.save.every
-    seconds = float("inf")
+    timed = save.unit == "seconds"
+    seconds = float(save.amount) if timed and save.amount else float("inf")
     every = {
         "log": max(1, between),
         "eval": steps(recipe.eval.every, "eval.every"),
-        "save": 0,
+        "save": 0 if timed else steps(save, "save.every"),
         "collect": _GARBAGE,
     }
-    if save.unit != "seconds":
-        every["save"] = steps(save, "save.every")
-    elif save.amount:
-        seconds = float(save.amount)
     if recipe.machine.check_every.amount:
         every["check"] = steps(recipe.machine.check_every, "machine.check_every")
     forever = steps(recipe.save.forever, "save.forever")

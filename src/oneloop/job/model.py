@@ -11,10 +11,11 @@ from torch import nn
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.seeds import key, seed_others
 from oneloop.basics.tensors import one_element
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.adapt_model import adapt_to_machine, count, set_up_parameters
-from oneloop.job.unfit_models import reject_dtype, reject_inexact, reject_unfit
+from oneloop.job.unfit_models import reject_inexact, reject_unfit
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
@@ -35,7 +36,8 @@ class BuiltModel:
 
 def torch_dtype(recipe: Recipe) -> torch.dtype:
     """Return the dtype of the weights."""
-    return {"float32": torch.float32, "float64": torch.float64}[recipe.machine.dtype]
+    dtype: torch.dtype = getattr(torch, recipe.machine.dtype)
+    return dtype
 
 
 def build_model(
@@ -60,23 +62,21 @@ def build_model(
     Raises:
         ValueError: weights, layout or batch.grain do not fit the model.
     """
-    reject_dtype(recipe, device)
+    wide = wide_dtype(torch.device(device))
+    if recipe.machine.dtype == "float64" and wide is not torch.float64:
+        raise ValueError(
+            f"machine.dtype float64 requires a device with float64, and {device} has none; set "
+            "machine.device cpu, or remove machine.dtype"
+        )
 
     # Let the task build it.
     notes: list[str] = []
-    if on_meta:
-        model = _on_meta(recipe, task)
-    else:
-        model = _make_model(recipe, task)
+    model = _make_model(recipe, task, on_meta=on_meta)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed"
         )
     reject_unfit(model, task, sharded=sharded)
-    if device == "mps":
-        from oneloop.job.apple_gpu import reject_model
-
-        reject_model(recipe, model)
 
     # Load initial weights, in the dtype of the run.
     origin: BaseModel | None = getattr(task, "origin", None)
@@ -98,21 +98,18 @@ def build_model(
     names = class_names(modules)
     notes += setting_notes + adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
 
-    reject_inexact(recipe, model, layout, sharded=sharded, device=device)
+    reject_inexact(recipe, model, layout, sharded=sharded)
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 
 
-def _on_meta(recipe: Recipe, task: Task) -> Any:
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except Exception:  # it reads values; an error of the task is raised again
-        return _make_model(recipe, task)
-
-
-def _make_model(recipe: Recipe, task: Task) -> Any:
+def _make_model(recipe: Recipe, task: Task, *, on_meta: bool) -> Any:
     """Return the task's model, with the random numbers of the seed."""
-
+    if on_meta:
+        try:
+            with torch.device("meta"):
+                return task.model()
+        except Exception:  # it reads values; an error of the task is raised again
+            pass
     number = key(recipe.seed)
     torch.manual_seed(number)
     seed_others(number)

@@ -1,7 +1,6 @@
 """What the preflight check finds out about a task and its model, for the run."""
 
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.houses import missing, tool
 from oneloop.basics.parameter_names import bare_name
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
@@ -39,8 +37,11 @@ class Preflight:
 
 def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
-    numbers = {n: value for n, value in outputs.items() if torch.is_tensor(value) and n != "loss"}
-    return tuple(n for n, value in numbers.items() if not value.ndim and not value.is_complex())
+    names = []
+    for name, value in outputs.items():
+        if torch.is_tensor(value) and not value.ndim and not value.is_complex() and name != "loss":
+            names.append(name)
+    return tuple(names)
 
 
 def logged_names(task: Any, outputs: dict[str, Any]) -> tuple[str, ...]:
@@ -86,24 +87,3 @@ def unused_parameters(job: Job, run: Run, model: nn.Module, used: Collection[str
             "them, set --machine.find_unused_parameters true"
         )
     return unused
-
-
-def drawing(
-    job: Job, run: Run, model: nn.Module, batch: Mapping[str, Any], notes: list[str]
-) -> Any:
-    """Return a context for a forward, which draws the model graph for TensorBoard, if asked.
-
-    Args:
-        job: what the recipe describes.
-        run: this process.
-        model: bare, or sharded by FSDP2.
-        batch: that the forward gets.
-        notes: gets a remark if no graph can be made.
-    """
-    if not (run.main and "tensorboard" in job.recipe.track):
-        return nullcontext()
-    graph = tool("graph")
-    if graph is None:
-        notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
-        return nullcontext()
-    return graph.Drawing(model, batch)

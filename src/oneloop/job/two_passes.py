@@ -40,8 +40,8 @@ class TwoPasses:
         self._rows: Described = {}  # of rank 0's first micro-batch
         self._micro = 0  # number of the next micro-batch of the second pass
 
-        # Of each micro-batch: the loss's gradients of its parts.
-        self._gradients: list[dict[str, Tensor]] = []
+        # of the parts of the global batch; a micro-batch's share of that of a 0-dim part
+        self._gradients: dict[str, Tensor] = {}
         self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
 
     @torch.no_grad()
@@ -81,55 +81,40 @@ class TwoPasses:
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the micro-batch's share of the loss, whose gradient is exact, and outputs."""
-        gradients = self._gradients[self._micro]
+        layout = self._job.layout
+        row = layout.leaf(self._run.rank, self._micro) * layout.each
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
 
-        # The value is that of the first pass.
+        # The value is that of the first pass. Continue the gradients of the parts into the model.
         value, outputs = self._result
-        # Continue the gradients of the parts into the model.
-        known = {}
+        used = []
+        gradients = []
         for name, part in parts.items():
-            if part.requires_grad and name in gradients:
-                known[name] = part
-        value = _Continued.apply(value, [gradients[name] for name in known], *known.values())
-        return value, outputs
+            gradient = self._gradients.get(name)
+            if part.requires_grad and gradient is not None:
+                used.append(part)
+                gradients.append(gradient[row : row + layout.each] if part.ndim else gradient)
+        return _Continued.apply(value, gradients, *used), outputs
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
-        """Compute the loss of the whole batch, and divide its gradients among the micro-batches."""
-        layout = self._job.layout
-        number = self._run.ranks * layout.accumulate  # of micro-batches of all ranks
-
-        # Compute the loss, and its gradients of the parts that it uses.
+        """Compute the loss of the whole batch, and its gradients of the parts."""
         self._seed(None)
         with torch.enable_grad():
-            leaves = {
-                name: part.requires_grad_(part.is_floating_point()) for name, part in parts.items()
-            }
-            loss, outputs = self._job.task.batch_loss(leaves, columns)  # type: ignore[attr-defined]
-            wanted = [name for name, part in leaves.items() if part.requires_grad]
-            found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
+            floating = [part for part in parts.values() if part.is_floating_point()]
+            for part in floating:
+                part.requires_grad_()
+            loss, outputs = self._job.task.batch_loss({**parts}, columns)  # type: ignore[attr-defined]
+            torch.autograd.backward(loss, inputs=floating)
 
-        known = {}
-        for name, own in zip(wanted, found, strict=True):
-            if own is not None:
-                known[name] = own
-
-        # Each micro-batch has an equal share of the loss, and the values of 0-dim parts.
+        # Each micro-batch has an equal share of the loss and of the gradients of 0-dim parts.
+        number = self._run.ranks * self._job.layout.accumulate
+        self._gradients = {}
+        for name, part in parts.items():
+            if part.grad is not None:
+                self._gradients[name] = part.grad if part.ndim else part.grad / number
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
         self._result = loss.detach() / number, {**scalars, **(outputs or {})}
-
-        # It has the gradients of its rows, and an equal share of those of 0-dim parts.
-        self._gradients = []
-        for micro in range(layout.accumulate):
-            row = layout.leaf(self._run.rank, micro) * layout.each
-            mine = {}
-            for name, own in known.items():
-                if own.ndim:
-                    mine[name] = own[row : row + layout.each]
-                else:
-                    mine[name] = own / number
-            self._gradients.append(mine)
 
     def _whole(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the global batch, in the order of its samples."""
@@ -138,22 +123,15 @@ class TwoPasses:
         for name in self._rows:  # all ranks in one order
             if name not in micro_batches[0]:
                 continue
-            first = micro_batches[0][name]
-
-            # Gather the rows of all ranks; of a 0-dim part, one value of each micro-batch.
-            own = []
-            for one in micro_batches:
-                own.append(one[name] if first.ndim else one[name][None])
-            rows = gathered(torch.cat(own))
-            if not first.ndim:
+            # Gather the rows of all ranks; of a 0-dim part, keep one value.
+            rows = gathered(torch.stack([tensors[name] for tensors in micro_batches]))
+            if rows.ndim == 1:
                 whole[name] = rows[0].clone()
                 continue
-
             # Under FSDP2 with batch.grain, neighbouring leaves are on other ranks.
-            if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:
-                by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
-                rows = by_rank.transpose(0, 1).flatten(0, 2)
-            whole[name] = rows
+            if layout.grain and layout.sharded:
+                rows = rows.unflatten(0, (self._run.ranks, -1)).transpose(0, 1).flatten(0, 1)
+            whole[name] = rows.flatten(0, 1)
         return whole
 
 
@@ -167,7 +145,5 @@ class _Continued(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Any:  # type: ignore[override]
-        scaled = []
-        for gradient in ctx.gradients:
-            scaled.append((outer * gradient).to(gradient.dtype))
+        scaled = [(outer * gradient).to(gradient.dtype) for gradient in ctx.gradients]
         return None, None, *scaled

@@ -1,33 +1,15 @@
 """Reject models that cannot be trained exactly, sharded or saved, before anything is written."""
 
-import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from oneloop.basics.tensors import dense
-from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.compile import CUDA_GRAPHS
-from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.user_code import named
-
-LARGE_TABLE = (
-    "For a large table, use sgd with momentum 0, or torch.optim.Adagrad: they change the same rows "
-    "(docs/reference/optimizers.md)"
-)
-
-
-def reject_dtype(recipe: Recipe, device: str) -> None:
-    """Raise ValueError if the device has no ``machine.dtype``; ``device``: its type."""
-    if recipe.machine.dtype == "float64" and wide_dtype(torch.device(device)) is not torch.float64:
-        raise ValueError(
-            f"machine.dtype float64 requires a device with float64, and {device} has none; set "
-            "machine.device cpu, or remove machine.dtype"
-        )
 
 
 def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
@@ -39,25 +21,11 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
 
     parameters = dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-
-    # Can it be trained?
-    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
-    if lazy:
-        raise ValueError(
-            f"{source()} returned a lazy module: {lazy[0]} has no shape yet; put a batch through "
-            "it in model() first, or state the shape"
-        )
     if not trained:
         raise ValueError(
             f"{source()} returned a model with {len(parameters)} parameters of which none is "
             "trained (requires_grad is False in all of them); keep some of them trainable"
         )
-    for name, table in model.named_modules():
-        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
-            raise ValueError(
-                f"the gradient of {name}.weight is sparse, which is not supported; set "
-                f"sparse=False. {LARGE_TABLE}"
-            )
 
     # Can it be sharded?
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
@@ -67,14 +35,18 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             "ddp.yaml"
         )
     for name, parameter in parameters.items():
-        if parameter.requires_grad and not dense(parameter):
+        fault = ""
+        if not parameter.numel():
+            fault = "has no elements, which FSDP2 cannot reduce; leave it out"
+        elif name in trained and _has_hooks(parameter):
+            fault = "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
+        if fault and sharded:
+            raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
+        if name in trained and not dense(parameter):
             raise ValueError(
                 f"{source()}: the parameter {name} has gaps between its elements (strides "
                 f"{parameter.stride()}); call .contiguous() on it"
             )
-        fault = _unshardable(parameter) if sharded else ""
-        if fault:
-            raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
 
     # Can it be saved?
     wrong = unsavable(model)
@@ -82,25 +54,11 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
         raise ValueError(f"{source()} cannot be saved: {wrong}")
 
 
-def _unshardable(parameter: nn.Parameter) -> str:
-    """Return why FSDP2 cannot shard a parameter, or would train it differently; empty if it can."""
-    if not parameter.numel():
-        return "has no elements, which FSDP2 cannot reduce; leave it out"
-    if not parameter.is_contiguous():
-        return (
-            f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
-            ".contiguous() on it"
-        )
-    if parameter.requires_grad and (
-        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ):
-        return "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
-    return ""
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
-def reject_inexact(
-    recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool, device: str
-) -> None:
+def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool) -> None:
     """Raise ValueError if the model, as it will run, would not be trained exactly.
 
     Args:
@@ -108,18 +66,8 @@ def reject_inexact(
         model: after :mod:`oneloop.job.adapt_model`.
         layout: of the batch.
         sharded: whether FSDP2 will shard it.
-        device: type of the device.
     """
-    _reject_dependence(recipe, model, layout)
     _reject_graphs(recipe, layout, sharded=sharded)
-    if device == "cuda" and layout.grain:
-        reject_not_deterministic(model, "batch.grain")
-    elif device == "cuda" and recipe.machine.deterministic:
-        reject_not_deterministic(model, "machine.deterministic true")
-
-
-def _reject_dependence(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> None:
-    """Raise ValueError if training would depend on the parallel layout, or on bad batches."""
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     batch_statistics = has_batch_statistics(model)
 

@@ -80,11 +80,11 @@ def has_batch_statistics(model: nn.Module) -> bool:
 def statistics_of(model: nn.Module) -> set[str]:
     """Return the names of BatchNorm's buffers, "buffer norm.running_mean", ….
 
-    A forward in training does not read them.
+    A forward in training changes them, and does not read them. Layers in eval mode are left out.
     """
     names = set()
     for prefix, module in model.named_modules():
-        if isinstance(module, BATCH_STATISTICS):
+        if isinstance(module, BATCH_STATISTICS) and module.training:
             names |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
     return names
 

@@ -26,7 +26,7 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[s
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if dtype is not None:
         _convert_matrices(frozen, dtype, precision)
-    kinds = {p.dtype for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
+    kinds = {p.dtype for p in frozen if p.is_floating_point() and not in_four_bits(p)}
     if precision == "no" and torch.float16 in kinds:
         raise ValueError(
             "a frozen model in float16 without mixed precision: small gradients would underflow; "
@@ -60,27 +60,14 @@ def _convert_matrices(frozen: Sequence[nn.Parameter], dtype: str, precision: str
     # Narrow float32 matrices; for float32, widen all.
     wanted = getattr(torch, dtype)
     for parameter in frozen:
-        if parameter.is_floating_point() and not _in_four_bits(parameter):
+        if parameter.is_floating_point() and not in_four_bits(parameter):
             wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
             if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
                 parameter.data = parameter.data.to(wanted)
 
 
-def rounded(model: nn.Module, dtype: str | None) -> None:
-    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32.
-
-    Args:
-        model: not yet wrapped or sharded.
-        dtype: None: unchanged.
-    """
-    for parameter in model.parameters():
-        held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
-        # as hold_frozen does
-        if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):
-            parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
-
-
-def _in_four_bits(weight: Any) -> bool:
+def in_four_bits(weight: Any) -> bool:
+    """Return whether a parameter holds 4-bit numbers (bitsandbytes)."""
     return type(weight).__name__ == "Params4bit"
 
 
@@ -94,7 +81,7 @@ def _store_in_compute_dtype(model: nn.Module, precision: str) -> None:
     modules: Iterator[Any] = model.modules()
     for module in modules:
         weight: Any = getattr(module, "weight", None)
-        if _in_four_bits(weight):
+        if in_four_bits(weight):
             if precision in HALF:
                 module.compute_dtype = compute
             weight.data = weight.data.view(-1).view(compute).view(-1, 1)

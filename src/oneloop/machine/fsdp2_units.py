@@ -3,7 +3,7 @@
 Under FSDP2 all ranks must run the same units in the same order, and use the same parameters or
 search for unused ones. Otherwise FSDP2 would add gradients to those of other parameters.
 
-Nothing is read from the device. To compare what they ran, the ranks add four numbers
+Nothing is read from the device. To compare what they ran, the ranks add two numbers
 (:meth:`Units.hashes`) to the small all-reduce that every step makes on the host. They compare them
 before the step's result is accepted.
 """
@@ -24,8 +24,7 @@ from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.parameter_names import bare_name
 
 SEARCH = "--machine.find_unused_parameters true"
-# of the two hashes; sums of their squares over 4,096 ranks are exact in float64
-_MODULI = (1_048_573, 1_048_571)
+_MODULUS = 1_048_573  # of the hash; the sum of its squares over 4,096 ranks is exact in float64
 
 
 class Units:
@@ -106,32 +105,26 @@ class Units:
                 parameter.grad = None
 
     def hashes(self) -> list[float]:
-        """Return two hashes of what this rank ran, each with its square; none without FSDP2.
+        """Return a hash of what this rank ran, and its square.
 
-        They cover the units that ran and, without ``union``, the unused parameters. Clear both for
+        It covers the units that ran and, without ``union``, the unused parameters. Clear both for
         the next step.
         """
-        if not self._parameters:
-            return []
         unused = []
         if self.calls and self._union is None:
             unused = [name for name in self._parameters if name not in self._used]
         self.last = self.calls, unused
-        ran = xxh3_64_intdigest(repr(self.last).encode())
         self.forget()
-        numbers = []
-        for modulus in _MODULI:
-            value = ran % modulus
-            numbers += [float(value), float(value**2)]
-        return numbers
+        ran = xxh3_64_intdigest(repr(self.last).encode()) % _MODULUS
+        return [float(ran), float(ran**2)]
 
 
 def agree(sums: Sequence[float], ranks: int) -> bool:
     """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Units.hashes`."""
     # For n numbers, n * (sum of squares) >= (sum) ** 2, equal only if all are (Cauchy-Schwarz).
-    # The sums are exact: the moduli keep them below 2 ** 53 on up to 4,096 ranks.
-    pairs = zip(sums[::2], sums[1::2], strict=True)
-    return all(ranks * int(squares) == int(total) ** 2 for total, squares in pairs)
+    # The sums are exact: the modulus keeps them below 2 ** 53 on up to 4,096 ranks.
+    total, squares = sums
+    return ranks * int(squares) == int(total) ** 2
 
 
 def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:

@@ -2,41 +2,25 @@
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import convert_outputs_to_fp32
-from accelerate.utils.modeling import get_mixed_precision_context_manager
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.other import get_module_children_bottom_up
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import share_buffers
-from oneloop.machine.blocks import has_batch_statistics
+from oneloop.machine.blocks import statistics_of
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of half precision
-
-_BROADCAST = {
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex128,
-    torch.complex64,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-}
-"""dtypes that gloo and NCCL broadcast"""
 
 
 def _convert_to_fp8(model: nn.Module, accelerator: Accelerator) -> None:
@@ -73,191 +57,127 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     Raises:
         BadInput: sharding fails, or no layer can be converted to fp8.
     """
-    if not accelerator.is_fsdp2:
-        if accelerator.mixed_precision == "fp8":
-            _convert_to_fp8(model, accelerator)
+    if accelerator.is_fsdp2:
+        _shard(model, accelerator, blocks)
+        return model
+    if accelerator.mixed_precision == "fp8":
+        _convert_to_fp8(model, accelerator)
 
-        # DDP cannot broadcast buffers of all dtypes.
-        odd = set()
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            if buffer.dtype not in _BROADCAST:
-                odd.add(name)
-        if odd:
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, odd)
+    # The ranks share buffers here. DDP does so in every forward, and not for all dtypes: only the
+    # statistics of BatchNorm need that.
+    statistics = statistics_of(model)
+    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
+    ignored = [name for name in buffers if f"buffer {name}" not in statistics]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
-        # One process with a process group: accelerate would wrap it in DDP, and synchronise in
-        # every micro-batch.
-        prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
-        if odd:
-            share_buffers(prepared)
-        if isinstance(prepared, DistributedDataParallel):
-            # else every forward broadcasts needlessly
-            prepared.broadcast_buffers = has_batch_statistics(model)
-        return prepared  # type: ignore[no-any-return]
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    # accelerate requires an optimizer here, and would replace its parameters by address. So it gets
-    # a dummy; the real optimizer is built on the sharded parameters.
-    plugin = accelerator.state.fsdp_plugin
-    configured = plugin.transformer_cls_names_to_wrap
-    asked = configured or list(blocks)
-    tied = _tied(model)
-    try:
-        on_device = _mesh_on(accelerator.device)
-        with on_device, _own_units(model, tied) as embedding:
-            classes = _without_embedding(model, embedding, asked)
-            plugin.transformer_cls_names_to_wrap = classes or None
-            prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    # an unknown layer class, a container, a module in two units
-    except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
-        _reject_separated(model, tied, failed=True)
-        policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
-        raise BadInput(
-            f"FSDP2 cannot shard the model with fsdp_auto_wrap_policy {policy}, layers "
-            f"{', '.join(asked) or 'none'}: {error}; use TRANSFORMER_BASED_WRAP, with "
-            "machine.blocks for your own layers"
-        ) from error
-    finally:
-        plugin.transformer_cls_names_to_wrap = configured  # another model has other blocks
-    _reject_separated(prepared, tied)
-    accelerator._optimizers.clear()
-    _train_as_unsharded(prepared)
-    if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
-        _autocast(prepared, accelerator)
+    # One process with a process group: accelerate would wrap it in DDP, and synchronise in
+    # every micro-batch.
+    prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
+    share_buffers(prepared)
     return prepared  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _mesh_on(device: torch.device) -> Iterator[None]:
-    """Let FSDP2 build its mesh on the CPU if that trains, although the host has a GPU.
+def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) -> None:
+    """Shard the model by FSDP2, in place: blocks and the input embedding are units."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    accelerate gives it no mesh, and torch's default is on the GPU.
-    """
-    if device.type != "cpu":
-        yield
-        return
-    found = torch._C._get_accelerator
-    torch._C._get_accelerator = lambda *_: device
+    # accelerate's config may choose the mesh (HSDP), the units and when to free them.
+    plugin = copy(accelerator.state.fsdp_plugin)  # another model has other blocks
+    if accelerator.torch_device_mesh is None:
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    else:
+        mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    precision = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    if accelerator.mixed_precision != "no":
+        _widen_trained(model)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision)
+    names = plugin.transformer_cls_names_to_wrap or list(blocks)
+    plugin.transformer_cls_names_to_wrap = names or None
+
+    embedding = _separate_embedding(model)
+    units = {}
     try:
-        yield
-    finally:
-        torch._C._get_accelerator = found
+        plugin.set_auto_wrap_policy(model)
+        is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda _: False)
+        for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
+            if is_unit(module) or module is embedding:
+                units[name] = module
+        _reject_separated(model, units)
+        for module in dict.fromkeys(units.values()):
+            shard(module, reshard_after_forward=plugin.reshard_after_forward)
+        shard(model)
+    except BadInput:
+        raise
+    # an unknown layer class, a container, a parameter with gaps
+    except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+        policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+        raise BadInput(
+            f"FSDP2 cannot shard the model with fsdp_auto_wrap_policy {policy}, layers "
+            f"{', '.join(names) or 'none'}: {error}; use TRANSFORMER_BASED_WRAP, with "
+            "machine.blocks for your own layers"
+        ) from error
+    _train_as_unsharded(model)
+
+    # With batch.grain, run under autocast as without FSDP2: FSDP2's own policy would cast at other
+    # places, so that results would not be bit-identical.
+    if precision == MixedPrecisionPolicy():
+        accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    found: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+def _widen_trained(model: nn.Module) -> None:
+    """Convert trained parameters to float32, in place, as accelerate does in mixed precision."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
 
 
-def _reject_separated(
-    model: nn.Module, tied: Sequence[Sequence[str]], *, failed: bool = False
-) -> None:
+def _separate_embedding(model: nn.Module) -> nn.Module | None:
+    """Return the input embedding, if no other module shares its weight.
+
+    It is often the largest layer, so FSDP2 gathers it alone.
+    """
+    try:
+        embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:  # some models of transformers have none, or several
+        return None
+    weight = getattr(embedding, "weight", None)
+    everywhere = model.named_parameters(remove_duplicate=False)
+    shared = [name for name, parameter in everywhere if parameter is weight]
+    return None if len(shared) > 1 else embedding
+
+
+def _reject_separated(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     """Raise BadInput if two of FSDP2's units need one parameter.
 
-    ``failed``: FSDP2 stopped at a parameter that another unit had sharded.
+    Args:
+        model: not yet sharded.
+        units: the modules that will be gathered alone, by name.
     """
-    for names in tied:
-        parameters = [model.get_parameter(name) for name in names]
-        separated = len(set(map(id, parameters))) > 1
-        if separated or (failed and isinstance(parameters[0], DTensor)):
+    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        place = name
+        while place and place not in units:
+            place = place.rpartition(".")[0]
+        unit = units.get(place, model)
+        other, owner = owners.setdefault(parameter, (name, unit))
+        if owner is not unit:
             raise BadInput(
-                f"FSDP2 cannot shard the model: {' and '.join(names)} are one parameter, in "
+                f"FSDP2 cannot shard the model: {other} and {name} are one parameter, in "
                 "modules that it gathers separately; untie them in model(), or use DDP "
                 "(--config_file ddp)"
             )
-
-
-def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
-    """Run the model's forward under autocast with float32 outputs, as without FSDP2.
-
-    FSDP2's own policy would cast at other places, so that results would not be bit-identical.
-    """
-    context = get_mixed_precision_context_manager(
-        accelerator.native_amp, accelerator.autocast_handler
-    )
-    own: Any = getattr(model.forward, "__func__", None)
-    if own is None:  # a plain function replaced the method
-        model.forward = convert_outputs_to_fp32(context(model.forward))
-    else:
-        model.forward = MethodType(convert_outputs_to_fp32(context(own)), model)
 
 
 def _train_as_unsharded(model: nn.Module) -> None:
     """Make encoders of transformers skip layers in training as they do on one process.
 
     Their forward asks whether FSDP2 has sharded them, and would then run the layers that LayerDrop
-    skips, so that it trains another model. (In an evaluation, generation must know it.)
+    skips, so that it trains another model.
     """
-
-    def mark(sharded: bool, module: nn.Module, *_: object) -> None:
-        if module.training:
-            vars(module)["_is_fsdp_managed_module"] = sharded
-
     for module in model.modules():
-        forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and "is_fsdp_managed_module" in code.co_names:
-            module.register_forward_pre_hook(partial(mark, False))
-            module.register_forward_hook(partial(mark, True), always_call=True)
-
-
-@contextmanager
-def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[nn.Module | None]:
-    """Hide embeddings, for a while, that accelerate cannot shard as separate units.
-
-    Yield the input embedding, if the model has one.
-
-    Models of transformers without an input embedding, or with several, raise NotImplementedError,
-    which accelerate does not catch. And if more modules than the input embedding and the output
-    layer share a weight (T5, BART), it must stay in the root's unit.
-
-    Args:
-        model: not yet sharded.
-        tied: names of each parameter that has several.
-    """
-    embeddings: dict[str, Any] = {}
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        try:
-            embeddings[name] = getattr(model, name, lambda: None)()
-        except NotImplementedError:
-            embeddings[name] = None
-
-    # Find weights that other modules use, too.
-    own = list(embeddings.values())
-    shared = False
-    for names in tied:
-        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
-        of_embedding = any(module is one for module in modules for one in own)
-        only = all(any(module is one for one in own) for module in modules)
-        shared = shared or (of_embedding and not only)
-
-    hidden = []
-    for name, embedding in embeddings.items():
-        if hasattr(model, name) and (shared or embedding is None):
-            setattr(model, name, lambda: None)
-            hidden.append(name)
-    try:
-        yield own[0]
-    finally:
-        for name in hidden:
-            delattr(model, name)
-
-
-def _without_embedding(
-    model: nn.Module, embedding: nn.Module | None, blocks: Sequence[str]
-) -> list[str]:
-    """Return the classes that do not contain the input embedding.
-
-    accelerate shards it separately, and only once.
-    """
-    outer = set()
-    for module in model.modules():
-        if module is not embedding and any(inner is embedding for inner in module.modules()):
-            outer.add(type(module).__name__)
-    return [name for name in blocks if name not in outer]
+            vars(module)["_is_fsdp_managed_module"] = False
 
 
 def sharded_precision(precision: str) -> Any:

@@ -226,17 +226,11 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
 
     A missing gradient counts as zero.
     """
-    sums: list[Tensor | None] = []
-    first: list[Tensor] = []
-    second: list[Tensor] = []
-    for one, other in zip(some, others, strict=True):
-        sums.append(other if one is None else one)
-        if one is not None and other is not None:
-            first.append(local(one))
-            second.append(local(other))
-    if first:
-        torch._foreach_add_(first, second)
-    return sums
+    pairs = [*zip(some, others, strict=True)]
+    both = [(one, other) for one, other in pairs if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([local(one) for one, _ in both], [local(other) for _, other in both])
+    return [other if one is None else one for one, other in pairs]
 
 
 def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
@@ -255,10 +249,9 @@ def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
         return None
 
     # DDP lists the parameters by number.
-    missing = []
-    for number in text.rpartition("did not receive grad for rank")[2].partition(":")[2].split():
-        if number.isdecimal() and int(number) < len(names):
-            missing.append(names[int(number)])
+    listed = text.rpartition("did not receive grad for rank")[2].partition(":")[2].split()
+    numbers = [int(word) for word in listed if word.isdecimal()]
+    missing = [names[number] for number in numbers if number < len(names)]
     known = ", ".join(missing[:3]) or "a parameter"
     return Inexact(
         f"{known} took no part in the loss of a step, and DDP waits for its gradient; set "

@@ -34,25 +34,18 @@ def channels_last(
     Raises:
         ValueError: ``wanted`` is True, and the model has no 2-d convolution or will be sharded.
     """
-    # Check what was asked for.
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
-    if wanted is True and not has:
-        raise ValueError(
-            f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none"
-        )
-    if wanted is True and sharded:
-        raise ValueError(
-            "machine.channels_last does not work with FSDP2, which needs contiguous weights; "
-            "use ddp.yaml"
-        )
-
-    # Convert the weights.
     if wanted == "auto":
-        wanted = device == "cuda" and not sharded
-    on = has and wanted
-    if on:
+        wanted = has and device == "cuda" and not sharded
+    elif wanted and (sharded or not has):
+        raise ValueError(
+            "machine.channels_last requires a 2-d convolution, and no FSDP2, which needs "
+            f"contiguous weights; {type(model).__name__} has "
+            f"{'one: use ddp.yaml' if has else 'none: remove the key'}"
+        )
+    if wanted:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return on
+    return wanted
 
 
 _BACKENDS: Any = torch.backends  # torch declares no types for some of the switches
@@ -128,50 +121,6 @@ def _readable(read: Callable[[], Value], default: Value) -> Value:
         return read()
     except RuntimeError:
         return default
-
-
-_NOT_DETERMINISTIC = (
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool2d,
-    nn.AvgPool3d,
-    nn.MaxPool3d,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-    nn.MaxUnpool1d,
-    nn.MaxUnpool2d,
-    nn.MaxUnpool3d,
-    nn.ReflectionPad1d,
-    nn.ReflectionPad2d,
-    nn.ReflectionPad3d,
-    nn.ReplicationPad1d,
-    nn.ReplicationPad2d,
-    nn.ReplicationPad3d,
-    nn.NLLLoss2d,
-    nn.CTCLoss,
-)
-
-
-def reject_not_deterministic(model: nn.Module, key: str) -> None:
-    """Raise ValueError if the model has a layer whose gradient is not deterministic on a GPU.
-
-    The layers are those for which torch itself raises an error
-    (torch.use_deterministic_algorithms), known before the first step.
-
-    Args:
-        model: all its modules are searched.
-        key: the setting that requires deterministic layers.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, _NOT_DETERMINISTIC):
-            continue
-        if isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1)):
-            continue  # torch computes a mean
-        raise ValueError(
-            f"{key} requires deterministic layers, but the gradient of {name or 'the model'} "
-            f"({type(module).__name__}) is not deterministic on a GPU; replace this layer, or "
-            f"remove {key}"
-        )
 
 
 def release_cache() -> None:

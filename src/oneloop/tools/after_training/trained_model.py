@@ -14,13 +14,13 @@ from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.task import make_task
-from oneloop.machine.frozen_dtype import rounded
 from oneloop.recipe.class_paths import CHOICES
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.final_weights import load_task_state
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
 from oneloop.tools.after_training.recorded_task import recorded_by, reject_changed_data
+from oneloop.tools.rounded_matrices import round_frozen
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def trained(
     origin = getattr(task, "origin", None)
     reject_other_origin(chosen, origin)
     if named:
-        rounded(built.model, recipe.machine.base_dtype)
+        round_frozen(built.model, recipe.machine.base_dtype)
     if chosen.name == FINAL:
         load_weights(built.model, str(chosen), weights, origin=origin)
     else:

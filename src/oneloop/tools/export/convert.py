@@ -12,11 +12,11 @@ from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.weights import load_weights
-from oneloop.machine.frozen_dtype import rounded
 from oneloop.run.final_weights import file_of, load_task_state, write_final
 from oneloop.task_protocol.protocol import Task
 from oneloop.tools.after_training.trained_model import reject_other_origin
 from oneloop.tools.export.power_emas import load_power_ema
+from oneloop.tools.rounded_matrices import round_frozen
 
 _DTYPES = {
     "F64": torch.float64,
@@ -80,7 +80,7 @@ def export_checkpoint(
             raise ValueError(
                 "--merged: the run trained no adapters; its weights are whole as they are"
             )
-        rounded(model, base_dtype)
+        round_frozen(model, base_dtype)
         model = task.merge(model)
     with writing(f"--to {folder}", "make room, or name another folder"):
         write_final(folder, model, task, about=about)
