@@ -290,24 +290,6 @@ def test_a_mac_trains_on_its_cpu_if_asked(tmp_path, config):
         assert run(apply_on_a_mac, ["evaluate", "a"], folder=tmp_path).codes == [0]
 
 
-QUANTIZED = """
-import torch
-from torch import nn
-from tiny import Ragged
-
-class Linear4bit(nn.Linear):
-    pass
-
-Linear4bit.__module__ = "bitsandbytes.nn.modules"
-
-class Quantized(Ragged):
-    def model(self):
-        model = super().model()
-        model.more = Linear4bit(2, 2)
-        return model
-"""
-
-
 @pytest.mark.parametrize(
     ("words", "how", "message"),
     [
@@ -318,13 +300,11 @@ class Quantized(Ragged):
             {"options": ["--mixed_precision", "fp16"]},
             "fp16 was never tried on the Apple GPU (mps)",
         ),
-        (["--task.name", "q.py:Quantized"], {}, "does not support 4-bit weights"),
     ],
-    ids=["grain", "ddp", "fp16", "4-bit"],
+    ids=["grain", "ddp", "fp16"],
 )
 def test_a_mac_rejects_what_its_gpu_cannot_do(tmp_path, words, how, message):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    (tmp_path / "q.py").write_text(QUANTIZED)
     world = run(
         train_on_a_mac,
         [*SHORT, *words],

@@ -207,7 +207,7 @@ def no_repeats() -> None:
     """Repeat no micro-batch."""
     from oneloop.job.build import Intervals
 
-    Intervals.is_repeated = lambda intervals, step: False
+    Intervals.is_repeated = lambda intervals, step, seed: False
 
 
 def dropout_left_on() -> None:

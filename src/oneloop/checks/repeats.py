@@ -122,7 +122,7 @@ class Checks:
         number = position // self._job.layout.size + 1
         if self._loaded is not None:
             self._load_once_more(number, *self._loaded)
-        if self._job.intervals.is_repeated(number):
+        if self._job.intervals.is_repeated(number, seed=self._job.recipe.seed):
             self._repeat(group, position, number)
 
     @contextmanager

@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from oneloop.basics.differences import Texts
 from oneloop.basics.duration import Duration, Scale, is_time
+from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, checked_order, order_hash
 from oneloop.data.step_batches import CollateWithWeight
@@ -34,6 +35,7 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _LOG = 50  # steps between log lines with log.every auto, at most
 _LINES = 40  # log lines of a shorter run, at least
+_GROWTH = 3  # length of an early interval with one repeat, in multiples of its first log line
 _GARBAGE = 1000  # steps between Python's garbage collections, the same on all processes
 
 
@@ -62,17 +64,24 @@ class Intervals:
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)
 
-    def is_repeated(self, step: int) -> bool:
+    def is_repeated(self, step: int, *, seed: int) -> bool:
         """Return whether to repeat a micro-batch of this step: at some log lines, and at the end.
 
-        They are the log lines 1, 4, 16, …, and one at least every ``machine.check_every`` steps.
+        There is one in each interval of log lines: early often, and at last every
+        ``machine.check_every`` steps.
         """
         if not self.is_due("log", step):
             return False
         line = step // self.every["log"]
         longest = max(1, self.every["check"] // self.every["log"])
-        is_power_of_four = line.bit_count() == 1 and line.bit_length() % 2 == 1
-        return step >= self.total or line % longest == 0 or is_power_of_four
+
+        # Find the interval of this log line.
+        start = 1
+        length = min(longest, _GROWTH)
+        while line >= start + length:
+            start += length
+            length = min(longest, _GROWTH * start)
+        return step >= self.total or line == start + key(seed, start) % length
 
     def __contains__(self, name: str) -> bool:
         return name in self.every

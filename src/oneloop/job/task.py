@@ -100,10 +100,9 @@ def larger_is_better(
     names = [name for name in eval_sets if name != "test"]
     for weights in ("raw", *emas):
         head = "" if weights == "raw" else f"{weights}/"
-        metrics = directions(task, generated=weights == generating)
+        metrics = sorted(directions(task, generated=weights == generating).items())
         for name in names:
-            for metric, upward in sorted(metrics.items()):
-                known[f"{head}{prefix(name)}/{metric}"] = upward
+            known |= {f"{head}{prefix(name)}/{metric}": upward for metric, upward in metrics}
     if known and best not in known:
         raise ValueError(
             f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"

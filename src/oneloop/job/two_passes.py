@@ -99,12 +99,13 @@ class TwoPasses:
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
         """Compute the loss of the whole batch, and its gradients of the parts."""
+        task: Any = self._job.task
         self._seed(None)
         with torch.enable_grad():
             floating = [part for part in parts.values() if part.is_floating_point()]
             for part in floating:
                 part.requires_grad_()
-            loss, outputs = self._job.task.batch_loss({**parts}, columns)  # type: ignore[attr-defined]
+            loss, outputs = task.batch_loss({**parts}, columns)
             torch.autograd.backward(loss, inputs=floating)
 
         # Each micro-batch has an equal share of the loss and of the gradients of 0-dim parts.
@@ -130,7 +131,8 @@ class TwoPasses:
                 continue
             # Under FSDP2 with batch.grain, neighbouring leaves are on other ranks.
             if layout.grain and layout.sharded:
-                rows = rows.unflatten(0, (self._run.ranks, -1)).transpose(0, 1).flatten(0, 1)
+                by_rank = rows.unflatten(0, (self._run.ranks, -1))
+                rows = by_rank.transpose(0, 1).flatten(0, 1)
             whole[name] = rows.flatten(0, 1)
         return whole
 

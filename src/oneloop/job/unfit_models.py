@@ -38,6 +38,11 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
         fault = ""
         if not parameter.numel():
             fault = "has no elements, which FSDP2 cannot reduce; leave it out"
+        elif not parameter.is_contiguous():
+            fault = (
+                f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
+                ".contiguous() on it"
+            )
         elif name in trained and _has_hooks(parameter):
             fault = "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
         if fault and sharded:

@@ -57,18 +57,18 @@ class Units:
                 for group in unit_groups(module):
                     if "post_backward" not in vars(group):  # units may share a group
                         self._watch_group(group, names)
-                enter: Any = partial(self._enter, bare_name(name))
+                enter = partial(self._enter, bare_name(name))
                 unit: Any = module
                 self.closing.callback(unit.register_forward_pre_hook(enter).remove)
 
     def _watch_group(self, group: Any, names: dict[int, str]) -> None:
         """Record the use of a group's trained parameters."""
         trained = {}
-        for one in group.fsdp_params:
-            if one.sharded_param.requires_grad:
-                name = names[id(one.sharded_param)]
-                trained[name] = one
-                self._parameters[name] = one.sharded_param
+        for held in group.fsdp_params:
+            parameter = held.sharded_param
+            if parameter.requires_grad:
+                trained[names[id(parameter)]] = held
+                self._parameters[names[id(parameter)]] = parameter
         group.post_backward = partial(self._reduce, trained, group.post_backward)
         self.closing.callback(delattr, group, "post_backward")
 
@@ -81,9 +81,9 @@ class Units:
         self, trained: dict[str, Any], post_backward: Callable[..., None], *given: Any
     ) -> None:
         """Record used parameters after a unit's backward, before FSDP2 frees the gradients."""
-        for name, one in trained.items():
-            whole = getattr(one, "_unsharded_param", None)
-            if whole is not None and whole.grad is not None:
+        for name, held in trained.items():
+            gathered = getattr(held, "_unsharded_param", None)
+            if getattr(gathered, "grad", None) is not None:
                 self._used.add(name)
         post_backward(*given)
 

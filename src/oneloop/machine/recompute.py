@@ -8,9 +8,9 @@ Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,8 @@ def recompute(
     names_of = {module: bare_name(name) for name, module in model.named_modules()}
     for block in chosen:
         inside = {module: names_of[module] for module in block.modules()}
-        block.forward = _recomputing(block.forward, inside, options, offload=offload)  # type: ignore[method-assign]
+        forward = _recomputing(block.forward, inside, options, offload=offload)
+        block.forward = forward  # type: ignore[method-assign]
     return len(chosen)
 
 
@@ -144,79 +145,77 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Call:
-    """One call of a block's forward, which its recomputation repeats bit for bit.
+class _State(NamedTuple):
+    """What a block's forward reads besides its inputs and torch's own generators."""
 
-    torch restores its own generators for the recomputation, but not that of an Apple GPU. This
-    restores it, the buffers that the forward had and, if they are seeded, the generators of numpy
-    and Python. Afterwards it undoes what the recomputation changed.
+    others: Any  # states of numpy's and Python's generators, if they are seeded
+    apple: list[Tensor]  # state of the generator of each Apple GPU: one, or none
+    buffers: list[tuple[nn.Module, str, Tensor | None]]  # with module and key
+
+
+def _state(modules: Iterable[nn.Module], *, copied: bool) -> _State:
+    """Return the state before a forward; ``copied``: with copies of statistics of batches."""
+    buffers = []
+    for module in modules:
+        for key, buffer in module._buffers.items():
+            buffers.append((module, key, _statistics(module, buffer) if copied else buffer))
+    apple = [torch.mps.get_rng_state() for _ in range(torch.mps.device_count())]
+    return _State(other_states() if others_seeded() else None, apple, buffers)
+
+
+def _restore(state: _State, *, copied: bool) -> None:
+    if state.others is not None:
+        set_other_states(state.others)
+    for apple in state.apple:
+        torch.mps.set_rng_state(apple)
+    for module, key, buffer in state.buffers:
+        module._buffers[key] = _statistics(module, buffer) if copied else buffer
+
+
+def _statistics(module: nn.Module, buffer: Tensor | None) -> Tensor | None:
+    """Return a copy of statistics of batches, which a forward changes; any other buffer itself."""
+    if buffer is None or not isinstance(module, _NormBase):
+        return buffer
+    return buffer.detach().clone()
+
+
+def _repeatable(forward: Callable[..., Any], inside: Mapping[nn.Module, str]) -> Callable[..., Any]:
+    """Return a function for one call of a block's forward, and its recomputations.
+
+    A recomputation repeats the forward bit for bit. torch restores its own generators for it, but
+    not that of an Apple GPU. This restores it, the buffers that the forward had and, if they are
+    seeded, the generators of numpy and Python. Afterwards it undoes what the recomputation changed.
 
     Args:
-        forward: of the block.
+        forward: of the block. It may change in place only statistics of batches.
         inside: names of the block's modules.
     """
+    before: _State | None = None
 
-    def __init__(self, forward: Callable[..., Any], inside: Mapping[nn.Module, str]) -> None:
-        self._forward = forward
-        self._inside = inside
-        self._states: tuple[Any, list[Tensor]] | None = None  # of generators, before the forward
-        # each buffer before it, or a copy of it, with its module, key and version
-        self._buffers: list[tuple[nn.Module, str, Tensor, int]] = []
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal before
+        if before is not None:
+            now = _state(inside, copied=False)
+            _restore(before, copied=True)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _restore(now, copied=False)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._states is None:
-            return self._first(*args, **kwargs)
-
-        # Recompute with the random states and buffers of the forward.
-        states = _states()
-        buffers = [{**module._buffers} for module in self._inside]
-        _set_states(*self._states)
-        for module, key, tensor, _ in self._buffers:
-            module._buffers[key] = _copied(module, tensor)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            _set_states(*states)
-            for module, before in zip(self._inside, buffers, strict=True):
-                module._buffers.update(before)
-
-    def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward, which may change in place only statistics of batches."""
-        self._states = _states()
-        for module in self._inside:
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    tensor = _copied(module, buffer)
-                    self._buffers.append((module, key, tensor, tensor._version))
-        result = self._forward(*args, **kwargs)
-
-        for module, key, tensor, version in self._buffers:
-            if tensor._version != version:
+        before = _state(inside, copied=True)
+        versions = [getattr(buffer, "_version", 0) for *_, buffer in before.buffers]
+        result = forward(*args, **kwargs)
+        for (module, key, buffer), version in zip(before.buffers, versions, strict=True):
+            if getattr(buffer, "_version", 0) != version:
                 raise Inexact(
                     "machine.recompute runs the forward of a block twice, but it changes the "
-                    f"buffer {self._inside[module]}.{key} in place, so the second result may "
+                    f"buffer {inside[module]}.{key} in place, so the second result may "
                     "differ; set machine.recompute none, set machine.blocks to smaller blocks "
                     "without it, or change the buffer outside of the block"
                 )
         return result
 
-
-def _copied(module: nn.Module, buffer: Tensor) -> Tensor:
-    """Return the buffer, or a copy of it if it holds statistics, which a forward changes."""
-    return buffer.detach().clone() if isinstance(module, _NormBase) else buffer
-
-
-def _states() -> tuple[Any, list[Tensor]]:
-    """Return the states of numpy's and Python's generators, if seeded, and of the Apple GPU's."""
-    apple = [torch.mps.get_rng_state() for _ in range(torch.mps.device_count())]
-    return other_states() if others_seeded() else None, apple
-
-
-def _set_states(others: Any, apple: Sequence[Tensor]) -> None:
-    if others is not None:
-        set_other_states(others)
-    for state in apple:
-        torch.mps.set_rng_state(state)
+    return call
 
 
 def _recomputing(
@@ -231,7 +230,7 @@ def _recomputing(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # A compiled block restores its state by itself.
-        call = forward if torch.compiler.is_compiling() else _Call(forward, inside)
+        call = forward if torch.compiler.is_compiling() else _repeatable(forward, inside)
         if not offload:
             return checkpoint(call, *args, **options, **kwargs)
 

@@ -120,8 +120,8 @@ class Tree(Reduction):
         self._parameters = parameters
         self._index = {id(p): index for index, p in enumerate(parameters)}
         self._ranks = ranks
-        # (level, sums of 2^level leaves), the largest first
-        self._sums: list[tuple[int, list[Tensor | None]]] = []
+        # sums of 2^level leaves, the largest first
+        self._sums: list[list[Tensor | None]] = []
         # (collective, received pieces, bucket, result) of each bucket that is not yet gathered
         self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
@@ -140,47 +140,28 @@ class Tree(Reduction):
 
         After the last leaf, ``.grad`` holds the sums of all leaves.
         """
+        # Count in binary: two sums of 2^level leaves make one of 2^(level + 1). Under DDP, the hook
+        # adds the last leaf, bucket by bucket.
+        gradients = [parameter.grad for parameter in self._parameters]
+        if not (last and self._replicated):
+            leaf = (self._leaves - 1) % self._accumulate
+            while leaf & 1:
+                gradients = _added(gradients, self._sums.pop())
+                leaf >>= 1
+            self._sums.append(gradients)
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient if last else None  # else the next backward would add to it
+
         if last:
-            self._take_last()
-            return
-        mine = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None  # else the next backward would add to it
-
-        # Count in binary: two sums of 2^level leaves make one of 2^(level + 1).
-        level = 0
-        while self._sums and self._sums[-1][0] == level:
-            _, earlier = self._sums.pop()
-            mine = _added(earlier, mine)
-            level += 1
-        self._sums.append((level, mine))
-
-        # In the last leaf, DDP must treat a parameter as used if an earlier leaf used it.
-        if self._searching and self._leaves == self._accumulate - 1:
-            for index, parameter in enumerate(self._parameters):
-                if any(sums[index] is not None for _, sums in self._sums):
+            self._sums = []
+            # -0.0 becomes 0.0: the sign would depend on whether a leaf has a zero gradient or none.
+            if present := [local(gradient) for gradient in gradients if gradient is not None]:
+                torch._foreach_add_(present, 0.0)
+        elif self._searching and self._leaves == self._accumulate - 1:
+            # In the last leaf, DDP must treat a parameter as used if an earlier leaf used it.
+            for parameter, *sums in zip(self._parameters, *self._sums, strict=True):
+                if any(gradient is not None for gradient in sums):
                     parameter.grad = torch.zeros_like(parameter)
-
-    def _take_last(self) -> None:
-        if not self._replicated:  # under DDP the hook did it, bucket by bucket
-            mine = [parameter.grad for parameter in self._parameters]
-            sums = self._add_up(mine, self._parameters)
-            for parameter, gradient in zip(self._parameters, sums, strict=True):
-                parameter.grad = gradient
-        self._sums = []
-
-        # -0.0 becomes 0.0: the sign would depend on whether a leaf has a zero gradient or none.
-        if found := [local(p.grad) for p in self._parameters if p.grad is not None]:
-            torch._foreach_add_(found, 0.0)
-
-    def _add_up(
-        self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Add the earlier sums of the tree to the last leaf's gradients, in place."""
-        indices = [self._index[id(parameter)] for parameter in parameters]
-        for _, earlier in reversed(self._sums):
-            gradients = _added(gradients, [earlier[index] for index in indices])
-        return gradients
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Sum a bucket over the ranks in the tree (DDP communication hook).
@@ -198,7 +179,9 @@ class Tree(Reduction):
                     start = view.storage_offset()
                     view = buffer.as_strided(parameter.size(), parameter.stride(), start)
                 views.append(view)
-            self._add_up(views, mine)
+            indices = [self._index[id(parameter)] for parameter in mine]
+            for earlier in reversed(self._sums):
+                _added(views, [earlier[index] for index in indices])
 
             # Start to exchange the pieces, and gather those of the bucket before.
             pieces = torch.nn.functional.pad(buffer, (0, -buffer.numel() % self._ranks))

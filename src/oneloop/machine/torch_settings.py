@@ -4,14 +4,12 @@ They are the precision of matrix products, the memory format, and garbage collec
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
 
 import torch
 from torch import nn
-
-Value = TypeVar("Value")
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -102,9 +100,14 @@ def float32_products(
 @contextmanager
 def float32_restored() -> Iterator[None]:
     """Restore torch's precision of float32 products at the end of this context."""
+    # torch cannot read an older setting, if a switch contradicts it.
     held = _float32_switches()
-    products = _readable(torch.get_float32_matmul_precision, "highest")
-    tf32 = _readable(lambda: torch.backends.cudnn.allow_tf32, True)
+    products = "highest"
+    tf32 = True
+    with suppress(RuntimeError):
+        products = torch.get_float32_matmul_precision()
+    with suppress(RuntimeError):
+        tf32 = torch.backends.cudnn.allow_tf32
     try:
         yield
     finally:
@@ -113,14 +116,6 @@ def float32_restored() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = tf32
         for name, value in held.items():
             _SWITCHES[name].fp32_precision = value
-
-
-def _readable(read: Callable[[], Value], default: Value) -> Value:
-    """Return an older setting; its default if torch cannot read it, as a switch contradicts it."""
-    try:
-        return read()
-    except RuntimeError:
-        return default
 
 
 def release_cache() -> None:
