@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.fingerprint import fingerprint
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import reseed
+from oneloop.basics.tensor_hash import fingerprint
 from oneloop.machine.reduction import Tree
 from oneloop.optim.adamw import AdamW
 from oneloop.optim.clip import clip_, global_norm

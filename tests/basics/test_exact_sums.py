@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oneloop.basics.exact_sums import exact_norm, tree_sum
-from oneloop.basics.fingerprint import fingerprint
+from oneloop.basics.tensor_hash import fingerprint
 from oneloop.optim.adamw import AdamW
 from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
@@ -16,7 +16,7 @@ from slow_cases import with_slow
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.exact_sums",
-    "oneloop.basics.fingerprint",
+    "oneloop.basics.tensor_hash",
     "oneloop.optim.adamw",
     "oneloop.optim.muon",
     "oneloop.optim.sgd",

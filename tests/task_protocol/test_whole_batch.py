@@ -19,7 +19,7 @@ from worlds import back_to, run, timeless_log, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.retrieval_metrics",
-    "oneloop.basics.row_blocks",
+    "oneloop.tasks.row_blocks",
     "oneloop.basics.tensors",
     "oneloop.checks.preflight",
     "oneloop.checks.rows",
@@ -107,7 +107,7 @@ def test_dropout_recompute_and_sharding_leave_no_trace_with_a_grain():
 
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
 def test_the_losses_are_those_of_the_papers_in_blocks_of_any_size(block, monkeypatch):
-    from oneloop.basics import row_blocks
+    from oneloop.tasks import row_blocks
 
     monkeypatch.setattr(row_blocks, "_SIMILARITIES", block)
     torch.manual_seed(0)
@@ -146,7 +146,7 @@ def test_equal_texts_are_no_negatives_of_each_other():
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
-    from oneloop.basics import row_blocks
+    from oneloop.tasks import row_blocks
     from oneloop.tasks.retrieval_metrics import Retrieval
 
     monkeypatch.setattr(row_blocks, "_SIMILARITIES", block)

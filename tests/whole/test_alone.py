@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.machine.reduction",
     "oneloop.machine.torch_settings",
     "oneloop.measure.clock",
-    "oneloop.basics.fingerprint",
+    "oneloop.basics.tensor_hash",
     "oneloop.measure.meter",
     "oneloop.measure.noise_scale",
     "oneloop.measure.profiling",
@@ -416,8 +416,8 @@ def _trained_with_a_tree() -> str:
     """Train with the tree of micro-batch gradients; return the hash of the weights."""
     from accelerate.utils import GradientAccumulationPlugin
 
-    from oneloop.basics.fingerprint import fingerprint
     from oneloop.basics.seeds import reseed
+    from oneloop.basics.tensor_hash import fingerprint
     from oneloop.data.batch_layout import BatchLayout
     from oneloop.data.order import Order
     from oneloop.data.step_batches import CollateWithWeight, groups

@@ -11,6 +11,7 @@ import torch
 Value = TypeVar("Value")
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 _MASK = (1 << 64) - 1
+_CPU = torch.device("cpu")
 
 
 def mixed(state: int, number: int) -> int:
@@ -99,7 +100,7 @@ def set_random_states(states: Sequence[Any], device: torch.device) -> None:
 
 
 @contextmanager
-def restored_generators(device: torch.device) -> Iterator[None]:
+def restored_generators(device: torch.device = _CPU) -> Iterator[None]:
     """Restore the generators of torch, Python and numpy (and of the device) on exit."""
     states = random_states(device)
     try:
@@ -121,39 +122,13 @@ def _state(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-_OTHER = np.random.MT19937(0)  # numpy's global generator in :func:`own_generators`
-
-
-def with_own_generators(values: Iterable[Value]) -> Iterator[Value]:
-    """Yield the values, each computed with :func:`own_generators`."""
+def with_restored_generators(values: Iterable[Value]) -> Iterator[Value]:
+    """Yield the values, each computed with :func:`restored_generators`."""
     iterator = iter(values)
     while True:
-        with own_generators():
+        with restored_generators():
             try:
                 value = next(iterator)
             except StopIteration:
                 return
         yield value
-
-
-@contextmanager
-def own_generators() -> Iterator[None]:
-    """Restore the global generators of torch, Python and numpy at the end of this context.
-
-    One thread at a time.
-    """
-    state = torch.default_generator.get_state()
-    python = random.getstate()
-    # numpy's can be replaced, which is faster than to set its state
-    numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    before: Any = np.random.get_state(legacy=False)
-    np.random.set_bit_generator(_OTHER)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
-        # That loses the second normal number of a pair, which numpy.random.randn keeps.
-        if before["has_gauss"]:
-            np.random.set_state(before)
-        random.setstate(python)
-        torch.default_generator.set_state(state)

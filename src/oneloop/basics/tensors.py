@@ -1,6 +1,5 @@
 """Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +12,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -61,23 +59,6 @@ def dense(tensor: Tensor) -> bool:
     packed = torch.empty_like(tensor, device="meta").stride()
     strides = zip(tensor.stride(), packed, tensor.size(), strict=True)
     return all(own == other or size == 1 for own, other, size in strides)
-
-
-def first_element(tensor: Tensor) -> int:
-    """Return the index of the first element of this rank's shard in the flat tensor.
-
-    Raise ValueError unless the sharding is by rows over one mesh dimension.
-    """
-    if not isinstance(tensor, DTensor):
-        return 0
-    if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
-        raise ValueError(
-            f"the sharding {tensor.placements} is not supported; expected dim 0 over a 1-D mesh"
-        )
-    _, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return int(offset[0]) * math.prod(tensor.shape[1:])
 
 
 def as_real(tensor: Tensor) -> Tensor:

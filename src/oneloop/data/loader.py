@@ -22,7 +22,7 @@ from torch.utils.data import default_collate
 
 from oneloop.basics.differences import Texts, differences, listed
 from oneloop.basics.exact_sums import rounded_sum
-from oneloop.basics.seeds import own_generators, with_own_generators
+from oneloop.basics.seeds import restored_generators, with_restored_generators
 from oneloop.basics.untrusted import damaged
 from oneloop.data.current_group import CurrentGroup
 from oneloop.data.fingerprint import content_of
@@ -145,7 +145,7 @@ class Loader:
             self._group = group_of(ranks)
 
         # All ranks must have the same data, and the same samples each time.
-        with own_generators():
+        with restored_generators():
             content, wrong = content_of(dataset, seed=seed, workers=self._workers)
         if wrong:
             raise ValueError(
@@ -264,7 +264,7 @@ class Loader:
             device=self._device,
             workers=self._workers,
         )
-        return stream if self._workers else with_own_generators(stream)
+        return stream if self._workers else with_restored_generators(stream)
 
     def _summed(self, stream: Iterator[Group]) -> Iterator[Group]:
         """Yield the groups with the weights of their global batches.

@@ -192,7 +192,7 @@ class Upkeep:
         run = state.run
         if not state.job.exact or not (run.main or run.sharded):
             return {}
-        from oneloop.basics.fingerprint import fingerprint
+        from oneloop.basics.tensor_hash import fingerprint
 
         tensors = model_tensors(state.model, frozen=False)
         tensors |= optimizer_tensors(state.model, state.optimizer)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from oneloop.basics.row_blocks import row_blocks
+from oneloop.tasks.row_blocks import row_blocks
 
 
 def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:

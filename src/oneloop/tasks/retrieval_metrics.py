@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from oneloop.basics.row_blocks import row_blocks
 from oneloop.basics.wide_sums import widest
 from oneloop.tasks.light_metrics import RowSums
+from oneloop.tasks.row_blocks import row_blocks
 
 _NAMES = (
     "recall@1",

@@ -5,7 +5,6 @@
 
 import multiprocessing
 import sys
-from collections.abc import Sequence
 from mmap import mmap
 from multiprocessing.context import (
     BaseContext,
@@ -14,7 +13,7 @@ from multiprocessing.context import (
     get_spawning_popen,
 )
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -62,14 +61,6 @@ class _SpawnedAlone(_Spawned):
     alone = True
 
 
-class _Spawn(SpawnContext):
-    Process = _Spawned
-
-
-class _SpawnAlone(SpawnContext):
-    Process = _SpawnedAlone
-
-
 def start_context(*, alone: bool = False) -> BaseContext:
     """Return the start method of new processes: fork on Linux, spawn elsewhere.
 
@@ -82,25 +73,11 @@ def start_context(*, alone: bool = False) -> BaseContext:
     """
     if not spawns():
         return multiprocessing.get_context("fork")
-    return _SpawnAlone() if alone else _Spawn()
+    context: Any = SpawnContext()
+    context.Process = _SpawnedAlone if alone else _Spawned
+    return cast("BaseContext", context)
 
 
 def spawns() -> bool:
     """Return whether new processes are spawned: they take seconds, and inherit nothing."""
     return sys.platform != "linux"
-
-
-def server_context(preload: Sequence[str]) -> Any:
-    """Return the start method of processes with slow imports.
-
-    On Linux, each is a fork of a server process that has done the imports, and nothing else.
-    Elsewhere it is :func:`start_context`.
-
-    Args:
-        preload: names of the modules to import.
-    """
-    if spawns():
-        return start_context()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    return context

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import writing
-from oneloop.basics.fingerprint import fingerprint
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.progress import Working
+from oneloop.basics.tensor_hash import fingerprint
 from oneloop.basics.tensors import as_real
 from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.cache import key_of

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.basics.system.start_methods import server_context, spawns, start_context
+from oneloop.basics.system.start_methods import spawns, start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.launch.agreement import where
@@ -37,6 +37,7 @@ from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.tools.plan.largest_samples import SAMPLED, may_be_larger
 from oneloop.tools.plan.step_costs import StepCosts
+from oneloop.tools.server_context import server_context
 
 # What fake tensors raise if a step reads a value.
 _READS = (

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oneloop.basics.system.processes import die_with
-from oneloop.basics.system.start_methods import server_context
 from oneloop.tools.run_reader import read_record
+from oneloop.tools.server_context import server_context
 from oneloop.tools.worth.techniques import PRECISION, Machine, as_arguments
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from oneloop.basics.bucket import StoreError, ends_program, is_address
-from oneloop.basics.seeds import own_generators
+from oneloop.basics.seeds import restored_generators
 from oneloop.tasks.rows.find_files import KINDS, Found, chosen, split_of
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
@@ -85,7 +85,7 @@ def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
         return None
     try:
         # Clients of stores that try again draw their waits from Python's global generator.
-        with own_generators():
+        with restored_generators():
             address = streamed(where[3:]) if is_hub(where) else where
             return remote_found(address, whole=whole)
     except StoreError as error:
