@@ -21,6 +21,7 @@ from oneloop.tools.worth.techniques import TECHNIQUES, Machine, as_arguments
 
 pytestmark = pytest.mark.covers(
     "oneloop.tools.worth.command",
+    "oneloop.tools.server_context",
     "oneloop.tools.worth.short_run",
     "oneloop.tools.worth.techniques",
     "oneloop.tools.worth.worth",

@@ -57,7 +57,7 @@ def _first(error: Exception) -> str:
     return " ".join(lines[:2]) or type(error).__name__
 
 
-@dataclass(frozen=True)
+@dataclass
 class BaseModel:
     """A pretrained model of which a run trains only a few parameters.
 
@@ -75,8 +75,7 @@ class BaseModel:
     seen: Callable[[], object] = lambda: None  # a cheap stamp that changes with the content
 
     def __post_init__(self) -> None:
-        # a stamp of the content that was read; in ``__dict__``, because the class is frozen
-        self.__dict__["_first"] = self.seen()
+        self._stamp = self.seen()  # of the content that was read
 
     def unchanged(self) -> None:
         """Raise ValueError if the content of the base model has changed since it was read.
@@ -84,14 +83,14 @@ class BaseModel:
         A change of the files' times alone is ignored.
         """
         now = self.seen()
-        if now == self.__dict__["_first"]:
+        if now == self._stamp:
             return
         # The stamp differs: compare the content, which takes longer.
-        if self.look() != self.__dict__.get("content"):
+        if self.look() != vars(self).get("content"):
             raise ValueError(
                 f"{self.place}, the base model, changed since the start; restore the original files"
             )
-        self.__dict__["_first"] = now
+        self._stamp = now
 
     @cached_property
     def content(self) -> dict[str, Any]:

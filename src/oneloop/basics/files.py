@@ -103,16 +103,10 @@ def dumps(content: Any, **how: Any) -> str:
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """Return YAML, with the keys in their order. libyaml writes it, where PyYAML has it."""
+    """Return YAML, with the keys in their order."""
     import yaml  # the process that writes checkpoints does not need it
 
-    return str(
-        yaml.dump(
-            dict(content),
-            Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper),
-            sort_keys=False,
-        )
-    )
+    return yaml.safe_dump(dict(content), sort_keys=False)
 
 
 def vouched(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,18 +21,9 @@ SAVING = "saving"
 LOADING = "loading a checkpoint"
 ENDING = "ending"
 
-_FIRST = {
-    SET_UP: 1800.0,
-    TRAINING: 600.0,
-    EPOCH: 600.0,
-    EVALUATION: 600.0,
-    METRICS: 600.0,
-    GENERATION: 600.0,
-    SAVING: 600.0,
-    LOADING: 1800.0,
-    ENDING: 1800.0,
-}
+_FIRST = 600.0
 """hang limit in seconds until enough intervals are measured (the first step may compile)"""
+_SLOW = 1800.0  # that of phases without steps
 _LEARNS = (TRAINING, EPOCH, EVALUATION, GENERATION)  # phases that consist of similar steps
 _WARM = 2  # first intervals of a phase, which are not typical
 _ENOUGH = 3  # intervals needed after them
@@ -119,7 +110,8 @@ class Beats:
         """Return the hang limit in seconds: longest interval + patience * max(3 * median, 9)."""
         usual = None if self._opening else self.usual()
         if usual is None:
-            return patience * _FIRST[self.now_in]
+            slow = self.now_in in (SET_UP, LOADING, ENDING)
+            return patience * (_SLOW if slow else _FIRST)
         median, longest = usual
         return longest + patience * max(3 * median, _AT_LEAST)
 

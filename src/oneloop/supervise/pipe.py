@@ -149,7 +149,7 @@ class Channel:
         """Report an uncaught exception, for example of an import."""
         sys.__excepthook__(kind, error, trace)
         words = f"rank {rank()}: {kind.__name__}: {error}"
-        self.send(fault={"words": words, "text": "", "follows": False})
+        self.send(fault={"words": words})
 
     def fault(self, error: BaseException, words: str) -> None:
         """Report the error that ends this process."""

@@ -18,10 +18,7 @@ from oneloop.basics.launcher import HOST, local_ranks
 from oneloop.supervise.crash_report import Cause
 from oneloop.supervise.pipe import ADDRESS
 
-# most bytes of a message, before and after the other side is known
-_STRANGER_BYTES = 1 << 10
-_KNOWN_BYTES = 1 << 24
-_MAX_UNKNOWN = 64  # maximum number of connections without authentication
+_MOST_BYTES = 1 << 24  # of a message
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 
 
@@ -46,13 +43,12 @@ class Connection:
         """
         # Read all that has arrived.
         closed = True
-        most = _STRANGER_BYTES if self.rank < 0 else _KNOWN_BYTES
         try:
             self.link.setblocking(False)
             while more := self.link.recv(1 << 16):
                 self._buffer += more
                 self.heard = time.monotonic()
-                if len(self._buffer) > most:
+                if len(self._buffer) > _MOST_BYTES:
                     return None
         except BlockingIOError:
             closed = False
@@ -122,12 +118,8 @@ class Supervisors:
             self._selector.register(self._server, selectors.EVENT_READ, accept)
 
     def _accept(self, server: socket.socket) -> None:
-        """Accept a connection; close the oldest ones of too many that are not authenticated."""
         with suppress(OSError):
             self._added(server.accept()[0])
-        unknown = [peer for peer in self._connections if peer.rank < 0]
-        for peer in unknown[:-_MAX_UNKNOWN]:
-            self._forget(peer)
 
     def connect(self, address: str) -> None:
         """Connect to the supervisor of rank 0 at ``address``: HOST PORT TOKEN."""
@@ -199,14 +191,15 @@ class Supervisors:
                 self._handle(peer.rank, message)
                 continue
             # The first message must hold the secret token.
-            token = str(message.get("word"))
-            rank = message.get("rank")
-            known = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
-            if not known or not isinstance(rank, int):
-                self._forget(peer)
-                return
-            peer.rank = rank
-            self.hosts[rank] = str(message.get("host") or "")
+            match message:
+                case {"word": str(word), "rank": int(rank), "host": str(host)} if (
+                    secrets.compare_digest(word.encode(errors="replace"), self._token.encode())
+                ):
+                    peer.rank = rank
+                    self.hosts[rank] = host
+                case _:
+                    self._forget(peer)
+                    return
 
     def _forget(self, peer: Connection) -> None:
         self._selector.unregister(peer.link)

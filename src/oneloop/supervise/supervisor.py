@@ -114,8 +114,8 @@ class Supervisor:
                 self.child.signal(self._signals.pop(0))
         code = self.child.status
         if self._causes or code is None or code < 0:
-            self._leave(ERROR)
-        os._exit(code)  # the training process has reported it to the launcher
+            code = ERROR
+        self._leave(code)
 
     def _wait(self, seconds: float) -> None:
         """Wait for signals, messages and connections, and handle them."""
@@ -215,12 +215,12 @@ class Supervisor:
         if self.rank == 0 and not self._causes:
             cause = self.watch.look(self._ask_for_stacks)
             if cause is not None:
-                self._causes = [cause]
-                self._decide_at = now
+                self._end_with_error(cause)
 
-        # End the run.
+        # End the run. The first cause counts that is not a mere consequence.
         if now > self._decide_at:
-            self._end_with_error()
+            causes = [cause for cause in self._causes if not cause.follows]
+            self._end_with_error((causes or self._causes)[0])
         if now > self._rejected:
             self.peers.send(end=BAD_INPUT)
             self._leave(BAD_INPUT)
@@ -228,16 +228,15 @@ class Supervisor:
     def _exchange_status(self, now: float) -> None:
         """Note the status of this rank, and send it to rank 0."""
         status = self.child.rank_status()
-        if status is not None and self._reported_code is None:
+        if self._reported_code is None:
             # Without a connection, this supervisor decides alone.
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
             if unmet and not self._causes and status.late:
-                self._causes = [Cause(status.rank, describe_hang(status))]
-                self._decide_at = now
+                self._end_with_error(Cause(self.rank, describe_hang(status)))
             self.watch.update(status)
         if now - self._last_sent > TICK:
             self._last_sent = now
-            if status is not None and self.rank != 0:
+            if self.rank != 0:
                 self.peers.send(status=asdict(status))
             else:
                 self.peers.send(host=os.environ.get(HOST, ""))
@@ -273,9 +272,10 @@ class Supervisor:
                 f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
                 "enough to save"
             )
-            self._add_cause(Cause(self.rank, words))
+            cause = Cause(self.rank, words)
             if self.rank == 0:
-                self._end_with_error()
+                self._end_with_error(cause)
+            self._add_cause(cause)
 
     def _check_exit(self, now: float) -> None:
         """Kill this rank if it does not exit after it, or rank 0, has finished."""
@@ -352,10 +352,8 @@ class Supervisor:
             write_stacks(self._folder, self._stacks)
         self._last_check = time.monotonic()  # not stopped
 
-    def _end_with_error(self) -> NoReturn:
+    def _end_with_error(self, cause: Cause) -> NoReturn:
         """End the run on all ranks, and report the cause."""
-        # The first cause counts that is not a mere consequence.
-        cause = next((cause for cause in self._causes if not cause.follows), self._causes[0])
         cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
 
         # Rank 0 reports for all, if it can.

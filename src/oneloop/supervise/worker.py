@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -30,42 +31,38 @@ class Worker:
         self.connection = connection
         self._stacks = stacks
         os.set_blocking(stacks, False)
-        self._beat: dict[str, Any] | None = None  # the last heartbeat: fields of RankStatus
+        self._reported = RankStatus(connection.rank)  # the last heartbeat
         self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
     @property
     def patience(self) -> float:
         """Factor of all limits, as the process reported it; infinite if it has no limits."""
-        return (self._beat["patience"] or inf) if self._beat is not None else 1.0
+        return self._reported.patience or inf
 
     def messages(self) -> list[dict[str, Any]]:
         """Return the messages since the last call; store heartbeats and leave them out."""
         others = []
         for message in self.connection.received() or ():
             if "beat" in message:
-                self._beat = message["beat"]
+                self._reported = RankStatus(self.connection.rank, **message["beat"])
             else:
                 others.append(message)
         return others
 
-    def rank_status(self) -> RankStatus | None:
-        """Return the status of this rank; None before its first report."""
-        if self._beat is None:
-            return None
-        status = RankStatus(self.connection.rank, **self._beat)
-
-        # Add what the process cannot know.
-        status.silent = time.monotonic() - self.connection.heard
-        status.since += status.silent
-        if status.silent > 1.0:
-            status.stopped = is_stopped(self.pid)
-        return status
+    def rank_status(self) -> RankStatus:
+        """Return the status of this rank: its last report, and what it cannot know."""
+        silent = time.monotonic() - self.connection.heard
+        return replace(
+            self._reported,
+            since=self._reported.since + silent,
+            silent=silent,
+            stopped=silent > 1.0 and is_stopped(self.pid),
+        )
 
     def reset_timers(self) -> None:
         """Restart all timers: the whole machine was suspended."""
         self.connection.heard = time.monotonic()
-        if self._beat is not None:
-            self._beat["since"] = 0.0
+        self._reported.since = 0.0
 
     def alive(self) -> bool:
         """Return whether the process runs; if not, store its exit code."""
