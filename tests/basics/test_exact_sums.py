@@ -83,7 +83,7 @@ OURS = {
     "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
     "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
     "nesterov": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True),
-    "plain sgd": lambda p: SGD(p, lr=0.01),
+    "plain sgd": lambda p: SGD(p, lr=0.01, momentum=0.0),
     "muon's rest": lambda p: Muon(
         [{"params": p, "muon": False}], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1
     ),

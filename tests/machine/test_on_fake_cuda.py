@@ -79,10 +79,10 @@ NO_ATTENTION = ("digits", "images", "bf16 parameters", "clip", "siglip", "supcon
 
 FLOAT64_OF_STEPS = {
     "unscale": "torch's GradScaler inverts the loss scale, a number",
-    "spike": "the window of losses and norms is compared over hundreds of steps",
+    "fault_value": "the window of losses and norms is compared over hundreds of steps",
     "measure/meter.py": "named metrics are summed over the steps of a log line",
     "basics/exact_sums.py": "batch.grain sums without rounding",
-    "optim/elementwise.py": "batch.grain computes the bias corrections as torch does on the host",
+    "optim/adamw.py": "batch.grain computes the bias corrections as torch does on the host",
 }
 """float64 on the device that is asked for in a training step, by a part of its line, and why"""
 

@@ -105,7 +105,9 @@ def test_replaced_weights_state_and_groups_have_an_effect():
         optimizer.state[middle]["exp_avg_sq"] = torch.full_like(middle, 0.25)
         middle.data = middle.data.clone() + 1
     step_both(made, seed=10)
-    step_both(made, seed=6)
+    for _, optimizer in made:
+        optimizer.state.clear()
+    step_both(made, seed=6), step_both(made, seed=7)
     for net, optimizer in made:
         torch.manual_seed(9)
         net.append(torch.nn.Linear(3, 3))

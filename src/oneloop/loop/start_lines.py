@@ -88,12 +88,7 @@ def start_lines(
     yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
-        from oneloop.optim.muon import Muon
-
-        line = f"muon updates {matrices} matrices, adamw the rest"
-        if isinstance(optimizer, Muon) and run.ranks > 1:
-            line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"
-        yield line
+        yield f"muon updates {matrices} matrices, adamw the rest"
 
 
 def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oneloop.basics.tensors import local
 from oneloop.basics.wide_sums import wide_dtype
-from oneloop.optim.elementwise import ElementwiseStep, put
+from oneloop.optim.elementwise import ElementwiseStep, put, real_shard
 
 
 class AdamWStep(ElementwiseStep):
@@ -37,8 +37,8 @@ class AdamWStep(ElementwiseStep):
         eps = group["eps"]
         decay = group["weight_decay"]
         beta1, beta2 = group["betas"]
-        exp_avgs = [local(state["exp_avg"]) for state in states]
-        exp_avg_sqs = [local(state["exp_avg_sq"]) for state in states]
+        exp_avgs = [real_shard(state["exp_avg"]) for state in states]
+        exp_avg_sqs = [real_shard(state["exp_avg_sq"]) for state in states]
         steps = [state["step"] for state in states]
         counted = 1 if self.found_inf is None else 1 - self.found_inf  # a bad step is not
 
@@ -110,9 +110,7 @@ class AdamW(AdamWStep, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        # torch's GradScaler unscales the gradients, and skips bad steps itself
-        self._step_supports_amp_scaling = False
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
 
 def _correction(beta: float, steps: Tensor) -> Tensor:

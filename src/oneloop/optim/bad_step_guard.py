@@ -21,7 +21,7 @@ from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.optim.bad_step_policy import Fault, Policy
-from oneloop.optim.elementwise import ignores_flag
+from oneloop.optim.elementwise import has_fused_kernels
 
 _SMALLEST_SCALE = 2.0**-10
 WINDOW = 100
@@ -81,11 +81,8 @@ class Guard:
         self.optimizer = optimizer
         self.scaler = scaler
         groups = optimizer.param_groups
-        if ignores_flag(groups):
-            self._on_device = bool(getattr(optimizer, "elementwise", False))
-        else:
-            fused = all(group.get("fused") for group in groups)
-            self._on_device = fused or hasattr(optimizer, "found_inf")
+        fused = all(group.get("fused") and has_fused_kernels(group) for group in groups)
+        self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._window = Window(WINDOW, policy.sigma, device=device) if policy.sigma else None
         self._fault_copy = DeviceFlag(device)
@@ -118,7 +115,10 @@ class Guard:
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         before_change()  # a save may still copy the weights
-        bad = self._fault_value(norm) if self.scaler is None else self._overflow()
+        if self.scaler is None:
+            bad = (norm.detach() * 0).ne(0).to(torch.float32)  # 1 if it is not finite
+        else:
+            bad = self._overflow()
         if self._window is not None:
             # Collective: the mean loss of all ranks.
             values = norm.detach().reshape(1)
@@ -155,10 +155,6 @@ class Guard:
         if step is not None and self._on_device:
             step.fault = Fault(self._fault_copy.read())
         return step
-
-    def _fault_value(self, norm: Tensor) -> Tensor:
-        """Return the value of the :class:`Fault`, 0-dim: 1 if the norm is not finite, else 0."""
-        return (norm.detach() * 0).ne(0).to(torch.float32)
 
     def _overflow(self) -> Tensor:
         """Let the scaler lower the loss scale if a gradient is not finite.

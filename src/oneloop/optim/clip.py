@@ -1,12 +1,12 @@
 """The global gradient norm and gradient clipping, for plain, DDP and FSDP2 models."""
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from oneloop.basics.exact_sums import exact_norm
 from oneloop.basics.tensors import local
@@ -36,30 +36,18 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
         return norm.to(gradients[0].dtype)
 
     # Unsharded gradients need no exchange.
-    norm = _norm(whole)
+    norm = get_total_norm(whole)
     if not sharded:
         return norm
 
     # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
-    square = _norm(shards).square()
+    square = get_total_norm(shards).square()
     mesh = sharded[0].device_mesh
     for dimension, placement in enumerate(sharded[0].placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(dimension))
     square = square + norm.to(square.device).square()
     return square.sqrt()
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return torch's get_total_norm, bit-identically.
-
-    If all tensors share device and dtype, they need not be sorted by them.
-    """
-    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-    if len(kinds) != 1:
-        return torch.nn.utils.get_total_norm(tensors)
-    norms = torch.stack(torch._foreach_norm(tensors))
-    return cast(Tensor, torch.linalg.vector_norm(norms))
 
 
 @torch.no_grad()

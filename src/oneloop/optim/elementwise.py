@@ -5,23 +5,29 @@ depends on the length of the shard. So an optimizer here also has an update of t
 operations, bit-identical for every sharding, and to torch's foreach optimizers (2.15).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from oneloop.basics.tensors import local
+from oneloop.basics.tensors import as_real, local
 
 
-def ignores_flag(groups: Sequence[dict[str, Any]]) -> bool:
-    """Return whether fused kernels ignore ``found_inf``: those of an Apple GPU (pytorch #186360).
+def has_fused_kernels(group: dict[str, Any]) -> bool:
+    """Return whether the devices of a group have fused kernels that read ``found_inf``.
 
-    Args:
-        groups: parameter groups of an optimizer.
+    Those of an Apple GPU ignore it (pytorch #186360).
     """
-    return any(one.device.type == "mps" for group in groups for one in group["params"])
+    devices = {parameter.device.type for parameter in group["params"]}
+    return devices <= {*_get_fused_kernels_supported_devices()} - {"mps"}
+
+
+def real_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, and of a complex one both parts."""
+    return as_real(local(tensor))
 
 
 class ElementwiseStep(Optimizer):
@@ -36,17 +42,30 @@ class ElementwiseStep(Optimizer):
     """
 
     elementwise = False
-    """whether to update element by element, not fused: bit-identical for every sharding, and always
-    on an Apple GPU"""
+    """whether to update element by element: bit-identical for every sharding, and always on devices
+    without fused kernels"""
     found_inf: Tensor | None = None
+    initial_state: Callable[[Tensor, dict[str, Any]], dict[str, Tensor]]
+    """returns the state of a parameter of a group before its first step"""
+    update_shards: Callable[..., None]
+    """updates shards of parameters, unless the step is bad. Arguments: this rank's shards, of one
+    dtype; their gradients; the state of each parameter; the parameter group"""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, and make the state of its parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group["fused"] = has_fused_kernels(group)
+        self.elementwise = self.elementwise or not group["fused"]
         for parameter in group["params"]:
-            self.state[parameter] = self.initial_state(parameter, group)
-        self.elementwise = self.elementwise or ignores_flag([group])
+            self.state_of(parameter, group)
+
+    def state_of(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the state of a parameter. Make it if there is none, as after a load without it."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(self.initial_state(parameter, group))
+        return state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -69,32 +88,11 @@ class ElementwiseStep(Optimizer):
                 alike.setdefault(parameter.dtype, []).append(parameter)
         for parameters in alike.values():
             self.update_shards(
-                [local(parameter) for parameter in parameters],
-                [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
-                [self.state[parameter] for parameter in parameters],
+                [real_shard(parameter) for parameter in parameters],
+                [real_shard(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
+                [self.state_of(parameter, group) for parameter in parameters],
                 group,
             )
-
-    def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the state of a parameter before its first step."""
-        raise NotImplementedError
-
-    def update_shards(
-        self,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        group: dict[str, Any],
-    ) -> None:
-        """Update parameters and state, unless the step is bad.
-
-        Args:
-            parameters: this rank's shards, of one dtype.
-            gradients: of the same shapes.
-            states: the state of each parameter.
-            group: the parameter group.
-        """
-        raise NotImplementedError
 
 
 def put(old: list[Tensor], new: Sequence[Tensor], found_inf: Tensor | None) -> None:

@@ -5,17 +5,18 @@ Scalable for LLM Training): 0.2 sqrt(max(rows, columns)), so that one learning r
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.tensors import local
 from oneloop.optim.adamw import AdamWStep
 from oneloop.optim.matrix_rounds import Holders, rounds
+from oneloop.optim.parameter_groups import Groups
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -44,6 +45,16 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
         if parameter.ndim >= 2 and not left_out:
             hidden.add(parameter)
     return hidden
+
+
+def _divided(groups: Groups, matrices: set[Tensor]) -> Groups:
+    """Divide each group into matrices for Muon, and the rest for AdamW."""
+    divided = []
+    for group in groups:
+        for muon in (True, False):
+            if members := [one for one in group["params"] if (one in matrices) is muon]:
+                divided.append({**group, "params": members, "muon": muon})
+    return divided
 
 
 def orthogonalized(matrix: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,20 +93,22 @@ class Muon(AdamWStep):
     """Muon for parameter groups with ``muon=True`` (matrices), fused AdamW for the other groups.
 
     Each matrix is orthogonalized by one of the ranks that hold it, which sends the result to the
-    others. Under FSDP2 these are the ranks of the parameter's mesh, else those of ``replicas``. If
-    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
+    others. Under FSDP2 these are the ranks of the parameter's mesh. If ``found_inf``, a 0-dim
+    tensor set before :meth:`step`, is 1, the step changes nothing.
 
     Args:
         params: parameter groups; a group without ``muon`` is of matrices.
+        model: as prepared, to find embeddings, output heads, and DDP's ranks, which share the work;
+            None: all parameters are matrices.
         lr: learning rate.
         momentum: momentum of Muon.
         nesterov: use Nesterov momentum in Muon.
-        dtype: of the Newton-Schulz iterations.
+        precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another
+            parallel layout differs by about 5e-3 after 20 steps.
         betas: decay rates of AdamW's moments.
         eps: added to the root of AdamW's second moment.
+        adamw_for: names of modules whose matrices also get AdamW (a component of the dotted name).
         weight_decay: factor of ``lr``.
-        replicas: process group whose ranks hold the same parameters and gradients (DDP's); None:
-            this rank orthogonalizes all matrices that are no DTensor.
 
     Raises:
         ValueError: a value is out of range, or a matrix is sharded, but not by rows.
@@ -106,13 +119,14 @@ class Muon(AdamWStep):
         params: Any,
         *,
         lr: float,
+        model: nn.Module | None = None,
         momentum: float = 0.95,
         nesterov: bool = True,
-        dtype: torch.dtype = torch.float32,
+        precision: Literal["exact", "bf16"] = "exact",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
         weight_decay: float = 0.0,
-        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         in_range = all(0 <= value < 1 for value in (momentum, *betas))
         if not in_range or not eps >= 0:
@@ -120,6 +134,12 @@ class Muon(AdamWStep):
                 "muon needs momentum and betas in [0, 1) and eps >= 0; got "
                 f"momentum {momentum}, betas {betas}, eps {eps}"
             )
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._replicas: dist.ProcessGroup | None = None
+        if isinstance(model, DistributedDataParallel):
+            self._replicas = model.process_group
+        if model is not None:
+            params = _divided(params, hidden_matrices(model, adamw_for))
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -130,8 +150,6 @@ class Muon(AdamWStep):
             "muon": True,
         }
         super().__init__(params, defaults)  # fills in missing settings of groups
-        self.dtype = dtype
-        self._replicas = replicas
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return zeros: the momentum, or AdamW's state."""
@@ -152,11 +170,6 @@ class Muon(AdamWStep):
                 self.step_group(group)
         for holders, round_ in self._rounds(matrices):
             self._update(holders, round_, matrices)
-
-    def largest_share(self) -> int:
-        """Return how many matrices one rank orthogonalizes in a step, at most."""
-        groups = [group["params"] for group in self.param_groups if group["muon"]]
-        return len(list(self._rounds(chain(*groups))))
 
     def _rounds(self, matrices: Iterable[Tensor]) -> Iterator[tuple[Holders, "Round"]]:
         """Yield the holders and the matrices of each round of a step."""
@@ -213,7 +226,7 @@ class Muon(AdamWStep):
 
     def _moved(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum; return this rank's shard of what is to be orthogonalized."""
-        momentum = local(self.state[matrix]["momentum"])
+        momentum = local(self.state_of(matrix, group)["momentum"])
         gradient = local(matrix.grad)  # type: ignore[arg-type]
         if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)

@@ -5,20 +5,22 @@ Weight decay is for matrices only, unless settings name other parameters.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.optim.adamw import AdamW
-from oneloop.optim.muon import Muon, hidden_matrices
-from oneloop.optim.parameter_groups import LR_FACTOR, Groups, Settings, parameter_groups
+from oneloop.optim.muon import Muon
+from oneloop.optim.parameter_groups import LR_FACTOR, Settings, parameter_groups
 from oneloop.optim.sgd import SGD
+
+# the short names of optimizer.name
+adamw = AdamW
+sgd = SGD
+muon = Muon
 
 
 def build(
@@ -34,7 +36,7 @@ def build(
     """Build an optimizer over the parameters of ``model``, which is already sharded.
 
     Args:
-        make: a function of this file, or an optimizer class.
+        make: an optimizer class, or a function that returns an optimizer.
         model: holds the parameters.
         lr: learning rate.
         weight_decay: weight decay of matrices.
@@ -64,13 +66,11 @@ def build(
         optimizer = make(groups, lr=lr, model=model, **(options or {}))
     else:
         optimizer = make(groups, lr=lr, **(options or {}))
-    if isinstance(optimizer, list | tuple | dict):
+    if not isinstance(optimizer, Optimizer):
         raise ValueError(
             f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; a run has one "
             "optimizer, which may train several networks (docs/how-to/gans.md)"
         )
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
     # An evaluation would change the weights of schedule-free optimizers.
     if hasattr(optimizer, "eval") and hasattr(optimizer, "train"):
@@ -99,88 +99,6 @@ def build(
         own_factor = float(group["lr"]) / lr if lr else 1.0
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * own_factor
     return optimizer
-
-
-def _is_fused(params: Groups) -> bool:
-    devices = _get_fused_kernels_supported_devices()
-    parameters = [parameter for group in params for parameter in group["params"]]
-    return all(p.device.type in devices and p.is_floating_point() for p in parameters)
-
-
-def adamw(
-    params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
-) -> Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), fused.
-
-    Args:
-        params: parameter groups.
-        lr: learning rate.
-        betas: decay rates of the two moments, per step.
-        eps: added to the root of the second moment.
-    """
-    kind = AdamW if _is_fused(params) else torch.optim.AdamW
-    return kind(params, lr=lr, betas=betas, eps=eps)
-
-
-def sgd(params: Groups, *, lr: float, momentum: float = 0.9, nesterov: bool = False) -> Optimizer:
-    """Stochastic gradient descent, fused.
-
-    Args:
-        params: parameter groups.
-        lr: learning rate.
-        momentum: share of the previous update to keep.
-        nesterov: use Nesterov momentum (requires momentum).
-    """
-    kind = SGD if _is_fused(params) else torch.optim.SGD
-    return kind(params, lr=lr, momentum=momentum, nesterov=nesterov)
-
-
-def muon(
-    params: Groups,
-    *,
-    model: nn.Module,
-    lr: float,
-    momentum: float = 0.95,
-    nesterov: bool = True,
-    precision: Literal["exact", "bf16"] = "exact",
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
-    adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
-) -> Optimizer:
-    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest.
-
-    Both have one learning rate (Liu et al. 2025).
-
-    Args:
-        params: parameter groups.
-        model: as prepared, to find embeddings, output heads and the ranks that share the work.
-        lr: learning rate.
-        momentum: momentum of Muon.
-        nesterov: use Nesterov momentum in Muon.
-        precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another
-            parallel layout differs by about 5e-3 after 20 steps.
-        betas: decay rates of AdamW's moments.
-        eps: added to the root of AdamW's second moment.
-        adamw_for: names of modules whose matrices also get AdamW (a component of the dotted name).
-    """
-    # Divide each group into matrices for Muon, and the rest for AdamW.
-    matrices = hidden_matrices(model, adamw_for)
-    groups: Groups = []
-    for group in params:
-        for chosen in (True, False):
-            if members := [p for p in group["params"] if (p in matrices) is chosen]:
-                groups.append({**group, "params": members, "muon": chosen})
-    replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
-    return Muon(
-        groups,
-        lr=lr,
-        momentum=momentum,
-        nesterov=nesterov,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        betas=betas,
-        eps=eps,
-        replicas=replicas,
-    )
 
 
 def set_lr(optimizer: Optimizer, lr: float, momentum: float | None = None) -> float:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.tensors import local
-from oneloop.optim.elementwise import ElementwiseStep, put
+from oneloop.optim.elementwise import ElementwiseStep, put, real_shard
 
 
 class SGD(ElementwiseStep, torch.optim.SGD):
@@ -28,7 +27,7 @@ class SGD(ElementwiseStep, torch.optim.SGD):
         params: Any,
         *,
         lr: float,
-        momentum: float = 0.0,
+        momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
@@ -38,10 +37,7 @@ class SGD(ElementwiseStep, torch.optim.SGD):
             momentum=momentum,
             weight_decay=weight_decay,
             nesterov=nesterov,
-            fused=True,
         )
-        # torch's GradScaler unscales the gradients, and skips bad steps itself
-        self._step_supports_amp_scaling = False
 
     def initial_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Return the momentum, if there is one."""
@@ -58,7 +54,7 @@ class SGD(ElementwiseStep, torch.optim.SGD):
         momentum = group["momentum"]
         nesterov = group["nesterov"]
         decay = group["weight_decay"]
-        buffers = [local(state["momentum_buffer"]) for state in states if momentum]
+        buffers = [real_shard(state["momentum_buffer"]) for state in states if momentum]
         if not self.elementwise:
             torch._fused_sgd_(
                 parameters,
