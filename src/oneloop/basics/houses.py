@@ -51,7 +51,7 @@ TOOLS = {
     "graph": ("tools.graph",),
     "advice on memory": ("tools.plan.out_of_memory",),
     "batch.micro auto": ("tools.plan.micro_batch",),
-    "examples": ("tools.report.examples", "tools.report.pictures"),
+    "examples": ("tools.report.examples",),
     "goodput": ("tools.report.starts",),
     "the report page": ("tools.report.page", "tools.run_reader"),
     "a packaged task": ("tasks",),
