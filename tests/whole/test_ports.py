@@ -56,15 +56,16 @@ PORTS = {
     "LSTM": (
         [
             *("--optimizer.name", "sgd", "--optimizer.lr", "0.05", "--optimizer.momentum", "0.9"),
-            *("--schedule.name", "step", "--schedule.every", "10", "--optimizer.clip", "0.25"),
+            *("--schedule.name", "torch.optim.lr_scheduler.StepLR", "--schedule.step_size", "10"),
+            *("--optimizer.clip", "0.25"),
         ],
         lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
     ),
     "Siamese": (
         [
             *("--optimizer.name", "torch.optim.Adadelta", "--optimizer.lr", "1.0"),
-            *("--schedule.name", "exponential", "--schedule.every", "1"),
-            *("--schedule.factor", "0.9"),
+            *("--schedule.name", "torch.optim.lr_scheduler.ExponentialLR"),
+            *("--schedule.gamma", "0.9"),
         ],
         lambda m: torch.optim.Adadelta(m.parameters(), lr=1.0),
     ),

@@ -13,7 +13,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from oneloop.basics.duration import Duration, Scale
@@ -82,12 +81,14 @@ class Scheduler:
     is stepped from 0. A resume does that, too, so its rates are bit-identical.
 
     Args:
-        make: builds the scheduler of an optimizer.
+        kind: class of the scheduler, or function that returns one, of an optimizer.
+        arguments: its other arguments.
         lr: learning rate of the optimizer.
     """
 
-    def __init__(self, make: Callable[[Any], Any], lr: float) -> None:
-        self._make = make
+    def __init__(self, kind: Callable[..., Any], arguments: Mapping[str, Any], lr: float) -> None:
+        self._kind = kind
+        self._arguments = arguments
         self._lr = lr
         self._restart()
 
@@ -95,7 +96,7 @@ class Scheduler:
         from torch.optim import SGD  # a recipe is read without torch
 
         optimizer = SGD([{"params": []}], lr=self._lr, momentum=0.9)
-        self._scheduler = self._make(optimizer)
+        self._scheduler = self._kind(optimizer=optimizer, **self._arguments)
         optimizer.step()  # torch warns if the scheduler's first step comes before it
         self._group = optimizer.param_groups[0]
         self._step = 0
@@ -135,8 +136,11 @@ class LearningRate:
             return self.peak * self._warming_up(step)
         if isinstance(self.factor, Scheduler):
             return float(self.factor.at(self._since(step))["lr"])
-        counted = {"reductions": reductions} if self.factor is plateau else {}
-        factor = self.factor(self._since(step), self._length, **self.options, **counted)
+        since = self._since(step)
+        if self.factor is plateau:
+            factor = plateau(since, self._length, **self.options, reductions=reductions)
+        else:
+            factor = self.factor(since, self._length, **self.options)
         return self.peak * factor
 
     def _warming_up(self, step: int) -> float:
@@ -216,8 +220,8 @@ def learning_rate(
         )
     arguments: dict[str, Any] = _final(factor, final) | dict(options or {})
 
-    # A scheduler begins at the peak, or has a warm-up of its own.
-    if is_scheduler(factor):
+    # A scheduler takes an optimizer. It begins at the peak, or has a warm-up of its own.
+    if "optimizer" in inspect.signature(factor).parameters:
         notes: list[str] = []
         for name, value in arguments.items():
             arguments[name] = _whole_steps(f"schedule.{name}", value, scale, total, notes)
@@ -249,11 +253,6 @@ def learning_rate(
     _check(rate, steps)
     _check(rate, total - 1)
     return rate
-
-
-def is_scheduler(schedule: Callable[..., Any]) -> bool:
-    """Return whether a schedule is a scheduler of torch, or a function that returns one."""
-    return next(iter(inspect.signature(schedule).parameters), "") == "optimizer"
 
 
 def _whole_steps(key: str, value: Any, scale: Scale, total: int, notes: list[str]) -> Any:
@@ -298,8 +297,7 @@ def _scheduler(
         run["num_training_steps"] = total
     if name == "PolynomialLR":
         run["total_iters"] = total
-    signature = inspect.signature(kind)
-    parameters = signature.parameters
+    parameters = inspect.signature(kind).parameters
     arguments = {key: value for key, value in run.items() if key in parameters}
     for key, value in options.items():
         if key in parameters and value == parameters[key].default:
@@ -311,8 +309,7 @@ def _scheduler(
             )
         arguments[key] = value
     try:
-        signature.bind(None, **arguments)
-        return Scheduler(partial(kind, **arguments), peak)
+        return Scheduler(kind, arguments, peak)
     except Exception as error:
         raise ValueError(
             f"schedule.name {name} cannot be used: {error}; its arguments are keys (schedule.NAME)"

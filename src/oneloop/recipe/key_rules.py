@@ -123,6 +123,32 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
+_CLASSES = {"step": "StepLR", "exponential": "ExponentialLR", "onecycle": "OneCycleLR"}
+_ARGUMENTS = {"every": "step_size", "milestones": "milestones", "factor": "gamma"}
+
+
+def instead_of_schedule(keys: Mapping[str, Any]) -> str:
+    """Return what to set instead of a schedule that is a class of torch, or an empty text."""
+    name = keys.get("schedule.name")
+    if name not in _CLASSES:
+        return ""
+    kind = "MultiStepLR" if "schedule.milestones" in keys else _CLASSES[name]
+    arguments = {}
+    for key, argument in _ARGUMENTS.items():
+        if f"schedule.{key}" in keys:
+            arguments[argument] = keys[f"schedule.{key}"]
+
+    # The factor of an exponential schedule becomes that of one step.
+    if name == "exponential":
+        every = str(arguments.pop("step_size", "1ep"))
+        factor = arguments.get("gamma", 0.95)
+        arguments["gamma"] = f"{factor} ** (1 / steps of {every})"
+        if every.isdecimal():
+            arguments["gamma"] = float(factor) ** (1 / int(every))
+    words = [f", schedule.{argument} {value}" for argument, value in arguments.items()]
+    return f"set schedule.name torch.optim.lr_scheduler.{kind}{''.join(words)}"
+
+
 _OPTIMIZERS = ("adamw", "sgd", "muon")  # element-wise, or by whole matrices
 
 

@@ -17,7 +17,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import CHOICES, only_task, resolve
 from oneloop.recipe.key_parser import common_parser, is_list, parser, types_of
-from oneloop.recipe.key_rules import described, without_effect
+from oneloop.recipe.key_rules import described, instead_of_schedule, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import suggestion
@@ -159,6 +159,8 @@ def _choose(
             options = [key for key in written if key.startswith(f"{group}.") and key not in common]
             written = _without(written, options)
         chosen[group] = new
+    if instead := instead_of_schedule(written | dict(typed)):
+        raise BadInput(f"schedule.name {chosen['schedule']} is a class of torch now; {instead}")
     return chosen, written
 
 
