@@ -1,12 +1,12 @@
 """Measure where the time of the steps goes."""
 
-import statistics
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from time import perf_counter
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 Item = TypeVar("Item")
@@ -34,10 +34,8 @@ class Clock:
         self._steps: list[float] = []  # seconds of each step
         # of each step: phases and their events
         self._events: deque[list[tuple[str, torch.Event]]] = deque([[]], maxlen=_STEPS)
-        now = perf_counter()
-        self._last = now  # the last mark
-        self._began = now  # the current step
-        self._since = now
+        self._last = perf_counter()  # the last mark
+        self._began = self._last  # the current step
 
     def mark(self, phase: str) -> None:
         """Attribute the time since the last mark to ``phase``; no host sync.
@@ -70,17 +68,16 @@ class Clock:
 
         These are shares of the time, which sum to 1, the median and interquartile range of the
         seconds per step, and the total ``seconds`` without evaluation and saving."""
-        seconds = perf_counter() - self._since
+        self.mark("other")
         spent = dict.fromkeys(PHASES, 0.0) | self._spent
+        seconds = sum(spent.values())
         if self._on_device:  # the host only queues this work
             spent |= self._of_device(sum(spent[phase] for phase in _ON_DEVICE))
 
-        whole = sum(spent.values()) or 1.0
-        metrics = {f"share/{phase}": value / whole for phase, value in spent.items()}
+        metrics = {f"share/{phase}": value / seconds for phase, value in spent.items()}
         metrics["seconds"] = seconds - spent["evaluate"] - spent["save"]
         if self._steps:
-            steps = self._steps if len(self._steps) > 1 else 2 * self._steps
-            low, middle, high = statistics.quantiles(steps, n=4, method="inclusive")
+            low, middle, high = np.quantile(self._steps, [0.25, 0.5, 0.75]).tolist()
             metrics["speed/step_seconds"] = middle
             metrics["speed/step_seconds_iqr"] = high - low
         self.restart()

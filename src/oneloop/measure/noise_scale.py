@@ -189,4 +189,4 @@ class NoiseScale:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the measurements."""
         self._measured.clear()
-        self._measured.extend((noise, signal) for noise, signal in state["found"])
+        self._measured.extend(state["found"])

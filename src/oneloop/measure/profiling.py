@@ -9,8 +9,8 @@
 https://pytorch.org/memory_viz; ``operators.txt`` is a table.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator
+from inspect import GEN_CREATED, getgeneratorstate
 from pathlib import Path
 
 import torch
@@ -40,72 +40,68 @@ class Profiling:
         memory: str | None = None,
         say: Callable[[str], object] = print,
     ) -> None:
-        self._recordings: list[_Recording] = []
-        asked = (("watch.profile", profile, _trace), ("watch.memory", memory, _memory_history))
-        for key, steps, record in asked:
-            if steps:
-                context = record(folder, device, say)
-                self._recordings.append(_Recording(span(steps, key), context))
+        # Each recording goes on at its first step, and is closed after its last one.
+        self._recordings: list[tuple[tuple[int, int], Generator[None]]] = []
+        if profile:
+            self._recordings.append((span(profile, "watch.profile"), _trace(folder, device, say)))
+        if memory:
+            history = _memory_history(folder, device, say)
+            self._recordings.append((span(memory, "watch.memory"), history))
 
     def __enter__(self) -> "Profiling":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for recording in self._recordings:
-            recording.running.close()
+        for _, recording in self._recordings:
+            recording.close()
 
     def advance(self, number: int) -> None:
         """Start or stop recording before the step of this number."""
-        for recording in self._recordings:
-            first, last = recording.steps
+        for (first, last), recording in self._recordings:
             if number > last:
-                recording.running.close()
-            elif number >= first and not recording.begun:
-                recording.begun = True
-                recording.running.enter_context(recording.context)
+                recording.close()
+            elif number >= first and getgeneratorstate(recording) == GEN_CREATED:
+                next(recording)
 
 
-class _Recording:
-    """A context around a range of steps, from the first to the last one."""
-
-    def __init__(self, steps: tuple[int, int], context: AbstractContextManager[None]) -> None:
-        self.steps = steps
-        self.context = context
-        self.begun = False
-        self.running = ExitStack()  # closed after the last step, or at the end of the run
-
-
-@contextmanager
-def _trace(folder: Path, device: torch.device, say: Callable[[str], object]) -> Iterator[None]:
-    """Profile; then write the trace and the table of operators."""
-    with torch_profile(record_shapes=True, profile_memory=True) as profiler:
+def _trace(folder: Path, device: torch.device, say: Callable[[str], object]) -> Generator[None]:
+    """Profile; when closed, write the trace and the table of operators."""
+    profiler = torch_profile(record_shapes=True, profile_memory=True)
+    profiler.start()
+    try:
         yield
+    finally:
         if device.type != "cpu":
             torch.accelerator.synchronize()  # the trace should hold all kernels of the steps
-    folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
-    by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    table = profiler.key_averages().table(sort_by=by, row_limit=30)
-    (folder / "operators.txt").write_text(table)
-    say(f"watch.profile: {folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
+        profiler.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / "trace.json.gz"))
+        by = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=by, row_limit=30)
+        (folder / "operators.txt").write_text(table)
+        say(f"watch.profile: {folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
 
 
-@contextmanager
 def _memory_history(
     folder: Path, device: torch.device, say: Callable[[str], object]
-) -> Iterator[None]:
-    """Record what the GPU's memory is used for; then write the snapshot."""
-    if device.type == "cuda":
+) -> Generator[None]:
+    """Record what the GPU's memory is used for; when closed, write the snapshot."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.memory._record_memory_history(max_entries=200_000)
+    try:
         yield
-        say(f"watch.memory: {memory_snapshot(folder / 'memory.pickle')} (pytorch.org/memory_viz)")
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        yield
-        say(
-            "watch.memory: a snapshot needs a GPU; the peak of this process is "
-            f"{peak_memory(device) / 2**30:.2f} GiB (watch.profile shows what operators allocate)"
-        )
+    finally:
+        if on_gpu:
+            snapshot = memory_snapshot(folder / "memory.pickle")
+            torch.cuda.memory._record_memory_history(enabled=None)
+            say(f"watch.memory: {snapshot} (pytorch.org/memory_viz)")
+        else:
+            say(
+                "watch.memory: a snapshot needs a GPU; the peak of this process is "
+                f"{peak_memory(device) / 2**30:.2f} GiB (watch.profile shows what operators "
+                "allocate)"
+            )
 
 
 def memory_snapshot(file: Path) -> Path:

@@ -103,7 +103,7 @@ class Scheduler:
         self.cycles_momentum = getattr(self._scheduler, "cycle_momentum", False)
 
     def at(self, step: int) -> Mapping[str, Any]:
-        """Return the optimizer's parameter group at a step; about 10 us for the next one.
+        """Return the optimizer's parameter group at a step; some microseconds for the next one.
 
         OneCycleLR, which has no step after its last one, stays there.
         """
