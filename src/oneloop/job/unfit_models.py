@@ -43,7 +43,9 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
                 f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
                 ".contiguous() on it"
             )
-        elif name in trained and _has_hooks(parameter):
+        elif name in trained and (
+            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ):
             fault = "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
         if fault and sharded:
             raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
@@ -59,10 +61,6 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
         raise ValueError(f"{source()} cannot be saved: {wrong}")
 
 
-def _has_hooks(parameter: nn.Parameter) -> bool:
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool) -> None:
     """Raise ValueError if the model, as it will run, would not be trained exactly.
 
@@ -72,7 +70,22 @@ def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sha
         layout: of the batch.
         sharded: whether FSDP2 will shard it.
     """
-    _reject_graphs(recipe, layout, sharded=sharded)
+    # CUDA graphs would be recorded in every step, or overwrite gradients.
+    mode = recipe.machine.compile_mode
+    graphs = recipe.machine.compile != "none" and mode in CUDA_GRAPHS
+    if graphs and sharded:
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with FSDP2: it gathers weights into new "
+            "memory in every step, so CUDA graphs would be recorded again each time; set "
+            "max-autotune-no-cudagraphs or default, or use ddp.yaml"
+        )
+    if graphs and layout.accumulate > 1:
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with {layout.accumulate} micro-batches a "
+            "step, because CUDA graphs reuse the memory of gradients; set "
+            "max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
+        )
+
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     batch_statistics = has_batch_statistics(model)
 
@@ -102,23 +115,4 @@ def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sha
         raise ValueError(
             "guard skip does not work with BatchNorm: its running statistics are updated by a bad "
             "batch before it is detected; set rewind or stop"
-        )
-
-
-def _reject_graphs(recipe: Recipe, layout: BatchLayout, *, sharded: bool) -> None:
-    """Raise ValueError if CUDA graphs would overwrite gradients, or be recorded in every step."""
-    mode = recipe.machine.compile_mode
-    if recipe.machine.compile == "none" or mode not in CUDA_GRAPHS:
-        return
-    if sharded:
-        raise ValueError(
-            f"machine.compile_mode {mode} does not work with FSDP2: it gathers weights into new "
-            "memory in every step, so CUDA graphs would be recorded again each time; set "
-            "max-autotune-no-cudagraphs or default, or use ddp.yaml"
-        )
-    if layout.accumulate > 1:
-        raise ValueError(
-            f"machine.compile_mode {mode} does not work with {layout.accumulate} micro-batches a "
-            "step, because CUDA graphs reuse the memory of gradients; set "
-            "max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
         )

@@ -10,7 +10,7 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """Return the model's outermost blocks, in order.
 
     Args:
-        model: also wrapped or sharded.
+        model: not yet sharded.
         names: classes of the blocks. None given: the ``_no_split_modules`` of transformers, else
             the classes of which a ``ModuleList`` or ``Sequential`` holds several that have layers.
 
@@ -36,7 +36,7 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     chosen: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if _class_name(module) in classes and module not in inside:
+        if type(module).__name__ in classes and module not in inside:
             chosen.append(module)
             inside.update(module.modules())
     return chosen
@@ -44,12 +44,7 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
 
 def class_names(modules: Sequence[nn.Module]) -> list[str]:
     """Return the class names of these blocks, without duplicates, sorted."""
-    return sorted({_class_name(module) for module in modules})
-
-
-def _class_name(module: nn.Module) -> str:
-    # fully_shard replaces the class of a module by a subclass
-    return type(module).__name__.removeprefix("FSDP")
+    return sorted({type(module).__name__ for module in modules})
 
 
 def _repeated(model: nn.Module) -> set[str]:

@@ -1,7 +1,7 @@
 """The dtypes of frozen parameters."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,11 +21,26 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[s
     Raises:
         ValueError: nothing is frozen, or compute dtypes are mixed.
     """
-    # Convert matrices that are not in 4 bits.
+    # Products need one dtype, which autocast gives them.
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if dtype is not None:
-        _convert_matrices(frozen, dtype, precision)
+    if dtype is not None and not frozen:
+        raise ValueError(
+            f"machine.base_dtype {dtype} requires frozen parameters, but none is; see "
+            "optimizer.groups"
+        )
+    if precision == "no" and dtype not in (None, "float32"):
+        raise ValueError(
+            f"machine.base_dtype {dtype} is set without mixed precision, and matrix products take "
+            "one dtype; set --mixed_precision bf16, or remove it"
+        )
+
+    # Narrow float32 matrices that are not in 4 bits; for float32, widen all.
+    for parameter in frozen:
+        if dtype is not None and parameter.is_floating_point() and not in_four_bits(parameter):
+            wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
+            if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
+                parameter.data = parameter.data.to(getattr(torch, dtype))
     kinds = {p.dtype for p in frozen if p.is_floating_point() and not in_four_bits(p)}
     if precision == "no" and torch.float16 in kinds:
         raise ValueError(
@@ -42,28 +57,6 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[s
         )
         return [line]
     return []
-
-
-def _convert_matrices(frozen: Sequence[nn.Parameter], dtype: str, precision: str) -> None:
-    # Products need one dtype, which autocast gives them.
-    if not frozen:
-        raise ValueError(
-            f"machine.base_dtype {dtype} requires frozen parameters, but none is; see "
-            "optimizer.groups"
-        )
-    if precision == "no" and dtype != "float32":
-        raise ValueError(
-            f"machine.base_dtype {dtype} is set without mixed precision, and matrix products take "
-            "one dtype; set --mixed_precision bf16, or remove it"
-        )
-
-    # Narrow float32 matrices; for float32, widen all.
-    wanted = getattr(torch, dtype)
-    for parameter in frozen:
-        if parameter.is_floating_point() and not in_four_bits(parameter):
-            wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
-            if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
-                parameter.data = parameter.data.to(wanted)
 
 
 def in_four_bits(weight: Any) -> bool:

@@ -88,12 +88,16 @@ def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) ->
     else:
         mesh = accelerator.torch_device_mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
     precision = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    if accelerator.mixed_precision != "no":
-        _widen_trained(model)
     shard = partial(fully_shard, mesh=mesh, mp_policy=precision)
+
+    # In mixed precision, trained parameters are float32, as accelerate makes them.
+    for parameter in model.parameters():
+        if parameter.requires_grad and accelerator.mixed_precision != "no":
+            parameter.data = parameter.data.float()
+
+    # Choose the units, and shard them.
     names = plugin.transformer_cls_names_to_wrap or list(blocks)
     plugin.transformer_cls_names_to_wrap = names or None
-
     embedding = _separate_embedding(model)
     units = {}
     try:
@@ -122,13 +126,6 @@ def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) ->
     # places, so that results would not be bit-identical.
     if precision == MixedPrecisionPolicy():
         accelerator.prepare_model(model, evaluation_mode=True)
-
-
-def _widen_trained(model: nn.Module) -> None:
-    """Convert trained parameters to float32, in place, as accelerate does in mixed precision."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
 
 
 def _separate_embedding(model: nn.Module) -> nn.Module | None:
