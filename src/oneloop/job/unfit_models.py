@@ -35,6 +35,11 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             "ddp.yaml"
         )
     for name, parameter in parameters.items():
+        if name in trained and not dense(parameter):
+            raise ValueError(
+                f"{source()}: the parameter {name} has gaps between its elements (strides "
+                f"{parameter.stride()}); call .contiguous() on it"
+            )
         fault = ""
         if not parameter.numel():
             fault = "has no elements, which FSDP2 cannot reduce; leave it out"
@@ -49,11 +54,6 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             fault = "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
         if fault and sharded:
             raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
-        if name in trained and not dense(parameter):
-            raise ValueError(
-                f"{source()}: the parameter {name} has gaps between its elements (strides "
-                f"{parameter.stride()}); call .contiguous() on it"
-            )
 
     # Can it be saved?
     wrong = unsavable(model)
