@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import lab
 import stores
 from endings import RECIPE, faulty, summary
+from oneloop.basics.files import dumps, vouched
 from oneloop.checkpoint.manifest import MANIFEST, read_manifest, signed
 from oneloop.checkpoint.store import Store, problems
 from oneloop.cli import main
@@ -216,6 +217,24 @@ def test_damaged_books_are_reported_and_the_run_continues(tmp_path, whole, name,
     assert steps == sorted(steps) and steps[-1] == 12
     if name == "recipe.yaml":
         assert (tmp_path / "run" / name).read_text() == (whole / "run" / name).read_text()
+
+
+def test_a_run_of_a_version_with_another_key_is_rejected(tmp_path, whole):
+    """Nothing reads the run folders of other versions: neither a finished nor a killed run."""
+    commands = []
+    for state in ("run", "cut"):
+        shutil.copytree(whole / state, tmp_path / state / "run")
+        file = tmp_path / state / "run" / "environment.json"
+        environment = json.loads(file.read_text())
+        del environment["checksum"]
+        environment["inputs"]["ema.gone"] = "None"
+        file.write_text(dumps(vouched(environment)))
+        commands.append((tmp_path / state, [*WORDS[:1], *WORDS[3:], "--task.width", "8"]))
+    (outcomes,) = run(each_forked, commands, folder=tmp_path).ok()
+    for ended in outcomes:
+        assert ended.code == 2, ended.output
+        (line,) = [line for line in ended.output.splitlines() if line.startswith("oneloop:")]
+        assert "holds a run of another recipe (ema.gone: None -> missing)" in line, line
 
 
 def test_a_damaged_end_is_written_again(tmp_path, whole):

@@ -20,6 +20,7 @@ from oneloop.basics.untrusted import damaged, delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.store import Store, problems_of_files
+from oneloop.recipe.comparison import is_training_key
 from oneloop.run.compatibility import SOURCE, input_differences
 
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
@@ -118,7 +119,9 @@ class Folder:
             return None
         with damaged(f"{self.path}/environment.json"):
             before = record["inputs"]
-            now = {**before, **inputs}
+            # A key that this version does not have has no value now.
+            built = {name: text for name, text in before.items() if not is_training_key(name)}
+            now = {**built, **inputs}
             changed = input_differences(before, now)
             is_same = not differences(before, now).keys() - {SOURCE}
         self.edited = changed.pop(SOURCE, None) is not None
