@@ -1,5 +1,6 @@
 """The tasks and tools of oneloop, which the core reaches only by name: through this table."""
 
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -99,10 +100,9 @@ def missing(name: str) -> str:
 
 
 def _exists(module: str) -> bool:
-    # find_spec imports the folder of a module, which must exist.
-    folder = module.rpartition(".")[0]
-    if folder and not _exists(folder):
-        return False
-    # A folder without __init__.py has no origin: a deleted one may keep its __pycache__.
-    spec = find_spec(module)
-    return spec is not None and spec.origin is not None
+    # find_spec imports the folder of a module, which may have been deleted, too.
+    with suppress(ModuleNotFoundError):
+        spec = find_spec(module)
+        # A folder without __init__.py has no origin: a deleted one may keep its __pycache__.
+        return spec is not None and spec.origin is not None
+    return False
