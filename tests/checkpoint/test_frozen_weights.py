@@ -236,7 +236,7 @@ def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
 
 @pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, LAYOUTS[1:]))
 def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
-    slow = ["--ema.decay", "0.999999", "--optimizer.lr", "1e-6"]
+    slow = ["--ema.half_life", "0", "--ema.decay", "0.999999", "--optimizer.lr", "1e-6"]
     one = torch.ones(())
     moved = {
         name: tensor + one.to(tensor.dtype)

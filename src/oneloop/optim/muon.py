@@ -4,7 +4,7 @@ Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu e
 Scalable for LLM Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.tensors import local
 from oneloop.optim.adamw import AdamWStep
-from oneloop.optim.matrix_rounds import Holders, rounds
+from oneloop.optim.matrix_rounds import Holders, Round, rounds
 from oneloop.optim.parameter_groups import Groups
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -168,11 +168,7 @@ class Muon(AdamWStep):
                 matrices.update(dict.fromkeys(trained, group))
             else:
                 self.step_group(group)
-        for holders, round_ in self._rounds(matrices):
-            self._update(holders, round_, matrices)
 
-    def _rounds(self, matrices: Iterable[Tensor]) -> Iterator[tuple[Holders, "Round"]]:
-        """Yield the holders and the matrices of each round of a step."""
         # Only matrices of one dtype that the same ranks hold can share an exchange.
         alike: dict[Any, list[Tensor]] = {}
         for matrix in matrices:
@@ -182,47 +178,41 @@ class Muon(AdamWStep):
             alike.setdefault(key, []).append(matrix)
         for several in alike.values():
             holders = Holders(several[0], self._replicas)
-            costs = tuple(map(_cost, several))
-            for indices in rounds(costs, holders.replicas * holders.shards):
-                round_: Round = {}
-                for rank, index in enumerate(indices):
-                    if index is not None:
-                        replica, shard = divmod(rank, holders.shards)
-                        round_.setdefault(replica, {})[shard] = several[index]
-                yield holders, round_
+            for indices in rounds(tuple(map(_cost, several)), holders.ranks):
+                by_rank = [None if index is None else several[index] for index in indices]
+                self._update(holders, by_rank, matrices)
 
     def _update(
-        self, holders: Holders, round_: "Round", groups: Mapping[Tensor, dict[str, Any]]
+        self, holders: Holders, by_rank: Round, groups: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Update the matrices of one round. Collective among their holders.
+        """Update the matrices of one round, one of each rank. Collective among their holders.
 
         ``groups``: the parameter group of each matrix."""
-        # Every replica keeps the momentum of all matrices, and orthogonalizes its own ones.
-        for replica, by_shard in round_.items():
-            updates = [self._moved(matrix, groups[matrix]) for matrix in by_shard.values()]
-            if replica == holders.replica:
-                mine = self._orthogonalized(holders, by_shard, updates)
+        # Every rank keeps the momentum of its shards of all matrices.
+        updates: Round = []
+        for matrix in by_rank:
+            updates.append(None if matrix is None else self._moved(matrix, groups[matrix]))
 
-        # Share the results.
-        for replica, by_shard in round_.items():
-            weights = [local(matrix) for matrix in by_shard.values()]
-            lengths = [shard.numel() for shard in weights]
-            if replica == holders.replica:
-                results = mine
-            else:
-                kind = self._sent_dtype(weights[0])
-                results = torch.empty(sum(lengths), dtype=kind, device=weights[0].device)
-            holders.share(results, replica)
+        # Orthogonalize this rank's matrix, and share the result in the smaller dtype of weights
+        # and iterations, which holds every bit.
+        whole = holders.gathered(by_rank, updates)
+        own = by_rank[holders.rank]
+        if own is not None:
+            whole = orthogonalized(whole.view(own.shape).flatten(1), dtype=self.dtype).flatten()
+        dtypes = (_iterated(self.dtype, whole.dtype), whole.dtype)
+        results = holders.scattered(by_rank, whole.to(min(dtypes, key=lambda one: one.itemsize)))
 
-            # Update the weights. Updates have the size of AdamW's.
-            parts = results.split(lengths)
-            for matrix, shard, part in zip(by_shard.values(), weights, parts, strict=True):
-                keep = self._kept(shard)
-                lr = groups[matrix]["lr"]
-                size = 0.2 * max(matrix.shape[0], matrix.numel() // matrix.shape[0]) ** 0.5
-                update = part.to(shard.dtype).view_as(shard)
-                shard.mul_(1.0 - lr * groups[matrix]["weight_decay"] * keep)
-                shard.sub_(update * (lr * size * keep))
+        # Update the weights. Updates have the size of AdamW's.
+        for matrix, result in zip(by_rank, results, strict=True):
+            if matrix is None:
+                continue
+            shard = local(matrix)
+            keep = self._kept(shard)
+            lr = groups[matrix]["lr"]
+            size = 0.2 * max(matrix.shape[0], matrix.numel() // matrix.shape[0]) ** 0.5
+            update = result.to(shard.dtype).view_as(shard)
+            shard.mul_(1.0 - lr * groups[matrix]["weight_decay"] * keep)
+            shard.sub_(update * (lr * size * keep))
 
     def _moved(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum; return this rank's shard of what is to be orthogonalized."""
@@ -241,34 +231,6 @@ class Muon(AdamWStep):
             return 1.0
         return (1.0 - self.found_inf).to(weights.dtype)
 
-    def _sent_dtype(self, weights: Tensor) -> torch.dtype:
-        """Return the smaller dtype of weights and iterations: it holds every bit of a result."""
-        iterations = _iterated(self.dtype, weights.dtype)
-        return min(iterations, weights.dtype, key=lambda dtype: dtype.itemsize)
-
-    def _orthogonalized(
-        self, holders: Holders, by_shard: Mapping[int, Tensor], updates: list[Tensor]
-    ) -> Tensor:
-        """Return this rank's shards of the orthogonal matrices of its replica, flat.
-
-        Each rank orthogonalizes one of them as a whole.
-        """
-        # Gather the rows of this rank's matrix.
-        own = by_shard.get(holders.shard)
-        sent = [0] * holders.shards
-        for shard, update in zip(by_shard, updates, strict=True):
-            sent[shard] = update.numel()
-        received = [0] * holders.shards
-        if own is not None:
-            received = holders.shard_lengths(own.shape)
-        whole = holders.exchanged(updates, sent, received)
-
-        # Orthogonalize it, and send each rank its rows.
-        if own is not None:
-            whole = orthogonalized(whole.view(own.shape).flatten(1), dtype=self.dtype)
-        result = whole.flatten().to(self._sent_dtype(whole))
-        return holders.exchanged([result], received, sent)
-
 
 def _cost(matrix: Tensor) -> int:
     """Return the number of multiplications of a Newton-Schulz iteration."""
@@ -276,6 +238,3 @@ def _cost(matrix: Tensor) -> int:
     columns = matrix.numel() // rows
     least = min(rows, columns)
     return least * least * (2 * max(rows, columns) + least)
-
-
-Round = dict[int, dict[int, Tensor]]  # matrices of a round by replica and shard
