@@ -44,15 +44,10 @@ def optimizer_of(
         if "model" in inspect.signature(kind).parameters and kind is not muon:
             return partial(_make, make, config.name), Tried(notes=[str(error)])
         given = "".join(f" {key}={value!r}" for key, value in config.options.items())
-        why = str(error.__cause__)
-        advice = "correct its options"
-        if "closure" in why:
-            why += (
-                " (it needs a closure that computes the loss again, and the loop computes it once)"
-            )
-            advice = "choose another optimizer"
         raise ValueError(
-            f"optimizer.name {config.name}{given} cannot be used: {why}; {advice}"
+            f"optimizer.name {config.name}{given} cannot be used: {error.__cause__}; correct its "
+            "options, or choose another optimizer (one that needs a closure, which computes the "
+            "loss again, is not supported)"
         ) from error
     return partial(_make, make, config.name), tried
 
