@@ -1,13 +1,20 @@
-"""Write keys.md, the page of all keys, from the schema: ``python docs/reference/make_keys.py``."""
+"""Write what the schema states: ``python docs/reference/make_keys.py``.
+
+These are keys.md (all keys), why-these-keys.md (their reasons, from reasons.txt), and
+packaged_keys.json (the keys of the packaged tasks, optimizers and schedules).
+"""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from oneloop.recipe.key_parser import parser
+from oneloop.recipe.synonyms import GONE
 
 PACKAGED_KEYS = Path(__file__).parents[2] / "src" / "oneloop" / "recipe" / "packaged_keys.json"
 PAGE = Path(__file__).with_name("keys.md")
+WHY = Path(__file__).with_name("why-these-keys.md")
+REASONS = Path(__file__).with_name("reasons.txt")
 TASKS = (
     "image_classification",
     "causal_lm",
@@ -28,6 +35,27 @@ Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B toke
 (`10%`). `batch.size` is
 `batch: {size: 128}` in YAML and `--batch.size 128` in a command. An empty last cell repeats the \
 one above.
+"""
+WHY_HEAD = """# Why these keys
+
+A key of a recipe has a reason: an article on training names it, or two of Trainer, Lightning, \
+timm, torchtitan and nanoGPT
+have it (their names are in the table), or a public program that oneloop reproduces needs it, or \
+it is part of oneloop's
+contract: bit-identical runs and resumes, exit codes, and one message for bad input. The \
+arguments of a task (`task.*`) and of a
+class by path are those of the class. [All keys](keys.md) says what each key means.
+
+| key | reason |
+|---|---|
+"""
+GONE_HEAD = """
+## Keys that are gone
+
+A recipe with such a key, or with a name from another program, is rejected with this sentence.
+
+| name | instead |
+|---|---|
 """
 ROW = tuple[str, str, str, str]
 CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
@@ -92,6 +120,22 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons() -> dict[str, str]:
+    """Return the reasons by key, of which reasons.txt has one per line."""
+    lines = REASONS.read_text(encoding="utf-8").splitlines()
+    return {key: reason for key, _, reason in (line.partition(": ") for line in lines)}
+
+
+def why_page() -> str:
+    """Return the page of the reasons, with what to do instead of keys that are gone."""
+    why = [f"| `{key}` | {reason} |" for key, reason in reasons().items()]
+    instead: dict[str, list[str]] = {}
+    for name, sentence in GONE.items():
+        instead.setdefault(sentence, []).append(f"`{name}`")
+    gone = [f"| {', '.join(names)} | {sentence} |" for sentence, names in instead.items()]
+    return WHY_HEAD + "\n".join(why) + "\n" + GONE_HEAD + "\n".join(gone) + "\n"
+
+
 def packaged_keys() -> str:
     """Return the keys of each task, optimizer and schedule as JSON, for a check without imports."""
     keys = {
@@ -108,4 +152,5 @@ def packaged_keys() -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    WHY.write_text(why_page())
     PACKAGED_KEYS.write_text(packaged_keys())

@@ -109,7 +109,7 @@ BAD = {
     ),
     "two averages that exclude each other": (
         ["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
-        ["ema.half_life", "ema.decay", "one of them"],
+        ["ema.decay 0.9 cannot be combined with ema.half_life 2ep"],
     ),
     "an average wider than any": (
         ["digits", "--ema.power", "[0.4]"],
@@ -178,7 +178,7 @@ BAD = {
         ],
         ["8 micro-batches", "CUDA graphs"],
     ),
-    "a decay of all": (["digits", "--ema.decay", "1"], ["ema.decay must be below 1"]),
+    "a decay of all": (["digits", "--ema.decay", "1"], ["ema.decay must be from 0 to 0.99"]),
     "a batch of none": (["digits", "--batch.size", "0"], ["batch.size", "at least 1"]),
 }
 

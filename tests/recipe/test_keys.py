@@ -8,6 +8,7 @@ import hashlib
 import inspect
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ import yaml
 
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.key_parser import parser, types_of
-from oneloop.recipe.key_rules import NEEDS
+from oneloop.recipe.key_rules import EXCLUDES, LEAST, MOST, NEEDS
+from oneloop.recipe.synonyms import GONE
 from worlds import CONFIGS, ROOT, run, train
 
 pytestmark = pytest.mark.covers(
@@ -151,7 +153,8 @@ def keys_of(
 def test_the_tables_hold_every_key():
     keys = {key for key in keys_of() if not key.startswith("task.") and not key.endswith(".name")}
     assert keys == EFFECTS.keys() | LISTED.keys() and not EFFECTS.keys() & LISTED.keys()
-    assert NEEDS.keys() <= keys
+    limited = {key for group in LEAST.values() for key in group.split()}
+    assert NEEDS.keys() | EXCLUDES.keys() | MOST.keys() | limited <= keys
     for key, reason in LISTED.items():
         for name in re.findall(r"\w+\.py", reason):
             (file,) = (ROOT / "tests").rglob(name)
@@ -297,9 +300,20 @@ def test_settings_of_accelerate_are_rejected_or_reported(tmp_path, options, expe
 
 
 def test_the_page_of_all_keys_is_what_the_schema_states():
-    import runpy
-
     page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))
     assert page["PAGE"].read_text() == page["page"](), "run python docs/reference/make_keys.py"
     assert page["PACKAGED_KEYS"].read_text() == page["packaged_keys"]()
     assert len(page["page"]().splitlines()) <= 240
+
+
+def test_every_key_has_a_reason():
+    page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))
+    assert page["WHY"].read_text() == page["why_page"](), "run python docs/reference/make_keys.py"
+    keys: set[str] = set()
+    for group, choices in page["CHOICES"].items():
+        for choice in choices:
+            keys |= keys_of(**{group: choice})
+    keys = {key for key in keys if not key.startswith("task.")} - GONE.keys()
+    listed = page["reasons"]()
+    assert keys <= listed.keys() and listed.keys() - keys <= {"watch.output"}
+    assert len(listed) <= 85

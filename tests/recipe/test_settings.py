@@ -96,7 +96,7 @@ pytestmark = pytest.mark.covers(
             ],
             "task.width 8",
         ),
-        (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
+        (["--ema.every", "4"], "ema.every 4 has no effect with ema.half_life 0"),
         (["--ema.start", "2"], "ema.start 2 has no effect with ema.decay 0"),
         (
             ["--schedule.warmup", "0%", "--schedule.warmup_start", "0.5"],
@@ -111,7 +111,7 @@ pytestmark = pytest.mark.covers(
             ["--stop.patience", "3", "--eval.every", "0"],
             "stop.patience 3 has no effect with eval.every 0",
         ),
-        (["--ema.device", "cpu"], "ema.device cpu has no effect without EMA weights"),
+        (["--ema.device", "cpu"], "ema.device cpu has no effect with ema.half_life 0"),
         (["--save.upload_limit", "5"], "save.upload_limit 5 has no effect without a mirror"),
     ],
 )

@@ -144,7 +144,7 @@ def is_time(step: int, every: int, total: int) -> bool:
 def span(text: str, key: str) -> tuple[int, int]:
     """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10).
 
-    Raise ValueError for anything else.
+    Raise BadInput for anything else.
     """
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if match is not None:
@@ -152,4 +152,4 @@ def span(text: str, key: str) -> tuple[int, int]:
         last = int(match[2] or match[1])
         if 1 <= first <= last:
             return first, last
-    raise ValueError(f"{key} {text!r} is not a range of steps; write 10-15, counted from 1")
+    raise BadInput(f"{key} {text!r} is not a range of steps; write 10-15, counted from 1")

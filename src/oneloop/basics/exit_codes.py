@@ -1,6 +1,5 @@
 """Exit codes of a run, and the exceptions that lead to them."""
 
-import math
 
 DONE = 0
 ERROR = 1
@@ -47,22 +46,3 @@ class Inexact(RuntimeError):
     def __init__(self, message: str, *, equal_at: int | None = None) -> None:
         super().__init__(message)
         self.equal_at = equal_at
-
-
-def at_least(bound: float, **values: float) -> None:
-    """Raise BadInput if a value is below ``bound``, infinite or NaN.
-
-    Names are recipe keys with ``__`` for the dot.
-    """
-    for key, value in values.items():
-        if not bound <= value < math.inf:
-            raise BadInput(
-                f"{key.replace('__', '.')} must be at least {bound}, and finite; got {value}"
-            )
-
-
-def within(bound: float, most: float, **values: float) -> None:
-    """Raise BadInput if a value is not from ``bound`` to ``most``, as :func:`at_least` does."""
-    for key, value in values.items():
-        if not bound <= value <= most:
-            raise BadInput(f"{key.replace('__', '.')} must be from {bound} to {most}, got {value}")

@@ -1,5 +1,6 @@
 """The training configuration of a recipe, as one flat dict that a resume compares."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,19 +9,11 @@ from oneloop.basics.duration import Duration
 from oneloop.basics.files import flattened
 from oneloop.recipe.class_paths import CHOICES
 
-_TRAINING_GROUPS = (
-    "task",
-    "seed",
-    "duration",
-    "init",
-    "data",
-    "optimizer",
-    "schedule",
-    "ema",
-    "guard",
+_TRAINED = re.compile(
+    r"(task|init|data|optimizer|schedule|ema|guard)\..*|seed|duration|batch\.(size|grain)"
+    r"|debug\.overfit"
 )
-_TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
-_OTHER_KEYS = ("ema.device", "task.store")
+_NOT_TRAINED = ("ema.device", "task.store")
 _DATA = "task.data"
 PATH = "path of the data"
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
@@ -40,8 +33,7 @@ _ENDLESS = (
 
 def is_training_key(key: str) -> bool:
     """Return whether a key of a recipe decides what is trained."""
-    group = key.partition(".")[0]
-    return key in _TRAINING_KEYS or (group in _TRAINING_GROUPS and key not in _OTHER_KEYS)
+    return key not in _NOT_TRAINED and _TRAINED.fullmatch(key) is not None
 
 
 def training_configuration(resolved: Mapping[str, Any]) -> Texts:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from inspect import signature
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -127,13 +126,6 @@ def types_of(made: ArgumentParser) -> dict[str, Any]:
         for action in made._actions
         if action.dest not in ("help", "print_shtab")  # each parse adds the latter
     }
-
-
-def is_list(kind: Any) -> bool:
-    """Return whether a key of this type takes a list, and nothing else but null."""
-    if get_origin(kind) in (Union, UnionType):
-        return all(is_list(inside) for inside in get_args(kind) if inside is not type(None))
-    return (get_origin(kind) or kind) in (list, tuple, Sequence)
 
 
 def _add_options(

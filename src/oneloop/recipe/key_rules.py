@@ -1,15 +1,14 @@
-"""Which keys of a recipe have an effect together, and which batch.grain allows."""
+"""Which values a key of a recipe can have, and which keys have an effect together."""
 
 import json
 import re
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Union, get_args, get_origin
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.recipe.run_keys import EvalConfig, MachineConfig
-from oneloop.recipe.training_keys import OptimizerConfig
 
 _PLAIN = {
     "INT": "a whole number (int)",
@@ -20,22 +19,54 @@ _PLAIN = {
     "the run (10%), never negative",
 }
 """types as :func:`shown` writes them, and their descriptions"""
+LEAST = {
+    0: "optimizer.lr optimizer.weight_decay optimizer.clip optimizer.lr_at_batch schedule.final "
+    "schedule.warmup_start schedule.warmup_offset ema.decay ema.warmup_power guard.sigma "
+    "machine.workers machine.patience eval.samples eval.generate stop.patience debug.overfit",
+    1e-6: "optimizer.layer_decay",
+    1: "batch.size batch.micro batch.grain ema.every guard.patience eval.micro save.keep",
+}
+"""the smallest values of keys"""
+MOST = {
+    "optimizer.layer_decay": 1,
+    "schedule.warmup_start": 1,
+    "schedule.warmup_offset": 1_000_000,
+    "ema.decay": 1 - 1e-9,
+    "machine.workers": 512,
+    "machine.patience": 1_000_000,
+}
+"""the largest values of keys that have one"""
 _NO_WARMUP = "schedule.name!=*.OneCycleLR|*.CyclicLR|*_with_warmup"  # these have their own
 NEEDS = {
     "schedule.final": "schedule.name!=constant|plateau|torch.*|transformers.*",
     "schedule.length": "schedule.name!=constant|plateau",
-    "ema.start": "ema.decay!=0",
-    "ema.warmup_power": "ema.decay!=0",
     "schedule.warmup": _NO_WARMUP,
     "schedule.warmup_start": f"{_NO_WARMUP} schedule.warmup!=0",
     "schedule.warmup_offset": f"{_NO_WARMUP} schedule.warmup!=0",
+    "ema.start": "ema.decay!=0",
+    "ema.warmup_power": "ema.decay!=0",
+    "ema.every": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
+    "ema.buffers": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
+    "ema.device": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
     "stop.patience": "eval.every!=0",
     "machine.compile_mode": "machine.compile!=none",
 }
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
-it, in which * stands for any text"""
+it; / separates conditions of which one is enough, and * stands for any text"""
+EXCLUDES = {
+    "batch.grain": "optimizer.name=adamw|sgd|muon machine.compile!=whole "
+    "machine.channels_last!=true machine.cudnn_benchmark!=true",
+    "ema.decay": "ema.half_life=0",
+    "ema.every": "ema.start=null ema.warmup_power=0",
+    "ema.device": "ema.buffers=false",
+    "save.final": "save.best=true",
+    "schedule.warmup_start": "schedule.warmup_offset=0",
+}
+"""conditions as in :data:`NEEDS` of keys that otherwise cannot be used. With batch.grain, runs are
+bit-identical on any number of processes: each layout must run the same kernels, and an update must
+not depend on how parameters are sharded"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 
 
@@ -49,7 +80,7 @@ def shown(kind: Any) -> str:
         return "|".join(map(shown, inside))
     if origin is tuple and Ellipsis not in inside:
         return f"[{','.join(map(shown, inside))}]"
-    if origin in (list, tuple):
+    if origin in (list, tuple, Sequence):
         return f"[{shown(inside[0])},…]"
     if kind is type(None):
         return "null"
@@ -67,6 +98,40 @@ def described(kind: Any) -> str:
     return re.sub("[A-Z]+", lambda name: _PLAIN[name[0]], text.replace("|", " or "))
 
 
+def reject_out_of_range(values: Mapping[str, Any]) -> None:
+    """Raise BadInput for a number that a key cannot have.
+
+    Args:
+        values: all keys and their values.
+    """
+    for least, keys in LEAST.items():
+        for key in keys.split():
+            value = values[key]
+            most = MOST.get(key, sys.float_info.max)
+            if isinstance(value, int | float) and not least <= value <= most:
+                limits = f"from {least} to {most}" if key in MOST else f"at least {least}"
+                raise BadInput(f"{key} must be {limits}, got {value}")
+
+    # The micro-batches of batch.grain are a power of two, which has one bit.
+    grain = values["batch.grain"]
+    if grain is None:
+        return
+    size = values["batch.size"]
+    count, rest = divmod(size, grain)
+    if rest or count & (count - 1) or not count:
+        powers = [grain << power for power in range(size.bit_length() + 1)]
+        nearest = min(powers, key=lambda power: abs(power - size))
+        raise BadInput(
+            f"batch.size {size} is {size / grain:.4g} times batch.grain {grain}, and batch.grain "
+            f"requires a power of two; nearest size: {nearest}"
+        )
+    for key in ("batch.micro", "eval.micro"):
+        if values[key] not in (None, grain):
+            raise BadInput(
+                f"{key} {values[key]} cannot be combined with batch.grain {grain}; remove {key}"
+            )
+
+
 def without_effect(
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
@@ -82,7 +147,7 @@ def without_effect(
         own: the task's conditions, as in :data:`NEEDS`, without ``task.``.
 
     Raises:
-        BadInput: another key has no effect, and is not at its default.
+        BadInput: another key has no effect, or is excluded, and is not at its default.
     """
     # Let the task's conditions name its own arguments.
     needs = dict(NEEDS)
@@ -91,25 +156,37 @@ def without_effect(
 
     # Find keys that are not at their default, and of which a condition is not met.
     dropped = set()
-    for key, conditions in needs.items():
-        for condition in conditions.split():
-            other, unlike, allowed = re.split("(!?)=", condition)
-            if not {key, other} <= values.keys():  # a subclass may lack the argument
+    for table, wrong in ((needs, "has no effect"), (EXCLUDES, "cannot be combined")):
+        for key, conditions in table.items():
+            # A subclass may lack the argument, and a default may be a Duration.
+            if key not in values or str(values[key]) == str(defaults[key]):
                 continue
-            if str(values[key]) == str(defaults[key]):  # a default may be a Duration
-                continue
-            shown_value = _text(values[other])
-            fits = any(fnmatchcase(shown_value, value) for value in allowed.split("|"))
-            has_effect = fits != bool(unlike)
-            if has_effect:
-                continue
-            if key in typed or other not in typed:
-                raise BadInput(
-                    f"{key} {_text(values[key])} has no effect with {other} {shown_value}; "
-                    f"remove {key}, or change {other}"
-                )
-            dropped.add(key)
+            for condition in conditions.split():
+                other = _unmet(condition, values)
+                if not other:
+                    continue
+                if table is EXCLUDES or key in typed or other not in typed:
+                    raise BadInput(
+                        f"{key} {_text(values[key])} {wrong} with {other} {_text(values[other])}; "
+                        f"remove {key}, or change {other}"
+                    )
+                dropped.add(key)
     return dropped
+
+
+def _unmet(condition: str, values: Mapping[str, Any]) -> str:
+    """Return the key for which a condition is not met, or an empty text."""
+    unmet = ""
+    for alternative in condition.split("/"):
+        key, unlike, allowed = re.split("(!?)=", alternative)
+        if key not in values:
+            return ""
+        value = _text(values[key])
+        fits = any(fnmatchcase(value, pattern) for pattern in allowed.split("|"))
+        if fits != bool(unlike):
+            return ""
+        unmet = unmet or key
+    return unmet
 
 
 def _text(value: Any) -> str:
@@ -147,42 +224,3 @@ def instead_of_schedule(keys: Mapping[str, Any]) -> str:
             arguments["gamma"] = float(factor) ** (1 / int(every))
     words = [f", schedule.{argument} {value}" for argument, value in arguments.items()]
     return f"set schedule.name torch.optim.lr_scheduler.{kind}{''.join(words)}"
-
-
-_OPTIMIZERS = ("adamw", "sgd", "muon")  # element-wise, or by whole matrices
-
-
-def reject_inexact(
-    grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig
-) -> None:
-    """Raise BadInput for a key that cannot be combined with ``batch.grain``."""
-    # An evaluation in other micro-batches would round differently.
-    if evaluation.micro not in (None, grain):
-        raise BadInput(
-            f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or "
-            "remove it"
-        )
-
-    # An update must not depend on how parameters are sharded.
-    if optimizer.name not in _OPTIMIZERS:
-        raise BadInput(
-            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
-            f"optimizer.name {optimizer.name} may not be elementwise; use {', '.join(_OPTIMIZERS)}"
-        )
-
-    # Each layout must run the same kernels.
-    if machine.compile == "whole":
-        raise BadInput(
-            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
-            "machine.compile whole makes one graph, which DDP and FSDP2 cut; use regional"
-        )
-    if machine.channels_last is True:
-        raise BadInput(
-            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
-            "machine.channels_last true does not work with FSDP2; remove it"
-        )
-    if machine.cudnn_benchmark:
-        raise BadInput(
-            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
-            "machine.cudnn_benchmark chooses algorithms by their time; remove it"
-        )

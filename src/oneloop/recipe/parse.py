@@ -16,9 +16,15 @@ from jsonargparse import ArgumentParser, Namespace
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import CHOICES, only_task, resolve
-from oneloop.recipe.key_parser import common_parser, is_list, parser, types_of
-from oneloop.recipe.key_rules import described, instead_of_schedule, without_effect
-from oneloop.recipe.read import find_recipe, flat, from_python, load, long
+from oneloop.recipe.key_parser import common_parser, parser, types_of
+from oneloop.recipe.key_rules import (
+    described,
+    instead_of_schedule,
+    reject_out_of_range,
+    shown,
+    without_effect,
+)
+from oneloop.recipe.read import find_recipe, flat, from_python, long
 from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import suggestion
 
@@ -91,26 +97,6 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
         source = None
     name, written = find_recipe(source, typed)
     return _recipe_of(name, written, typed)
-
-
-def read_again(recipe: Path, *, task: str) -> Recipe:
-    """Read a run's resolved recipe with this task, without its optimizer and schedule.
-
-    Args:
-        recipe: the path of the file.
-        task: the name of the task.
-
-    Raises:
-        BadInput: the file cannot be read, or has wrong keys or values.
-    """
-    name, written = load(str(recipe))
-    kept = {
-        key: value
-        for key, value in written.items()
-        if not key.startswith(("optimizer.", "schedule."))
-    }
-    kept["task.name"] = task
-    return _recipe_of(name, kept, {})
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
@@ -217,9 +203,17 @@ def _recipe_of(name: str, written: dict[str, Any], typed: dict[str, Any]) -> Rec
         # It is already validated.
         text = all_keys.dump(values, format="json", skip_unset=False, skip_validation=True)
         resolved = json.loads(text)
+        reject_out_of_range(flat(resolved))
         idle = without_effect(flat(resolved), defaults, typed, needs)
         if not idle & written.keys():
-            return _build(name, values, resolved)
+            return Recipe(
+                name=name,
+                seed=values.seed,
+                duration=values.duration,
+                track=values.track,
+                resolved=resolved,
+                **_groups(values),
+            )
         written = _without(written, idle)
 
 
@@ -243,7 +237,8 @@ def _text(key: str, value: Any, kind: Any) -> str:
         return "[]"
     if not isinstance(value, str):
         return json.dumps(value)
-    if is_list(kind) and not value.startswith(("[", "null")):
+    takes_only_lists = re.fullmatch(r"\[.*\](\|null)?", shown(kind))
+    if takes_only_lists and not value.startswith(("[", "null")):
         return f"[{value}]"
     return value
 
@@ -280,7 +275,8 @@ def _reworded(error: Exception, given: Mapping[str, Any], kinds: Mapping[str, An
     )
 
 
-def _build(name: str, values: Namespace, resolved: dict[str, Any]) -> Recipe:
+def _groups(values: Namespace) -> dict[str, Any]:
+    """Return an object of each group's class, by group."""
     groups: dict[str, Any] = {}
     for group, kind in GROUPS.items():
         of_group = values[group].as_dict()
@@ -293,11 +289,4 @@ def _build(name: str, values: Namespace, resolved: dict[str, Any]) -> Recipe:
         if "options" in common:
             of_group["options"] = options
         groups[group] = kind(**of_group)
-    return Recipe(
-        name=name,
-        seed=values.seed,
-        duration=values.duration,
-        track=values.track,
-        resolved=resolved,
-        **groups,
-    )
+    return groups

@@ -60,15 +60,6 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
     )
 
 
-def is_recipe(source: str) -> bool:
-    """Return whether ``source`` is a recipe or a task, not a path or ``hf:NAME`` of data."""
-    path = Path(source).expanduser()
-    written = path.suffix in (".yaml", ".yml", ".py")
-    if source.startswith("hf:") or "://" in source:
-        return False
-    return written or not path.exists()
-
-
 def name_after(task: Any) -> str:
     """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``.
 

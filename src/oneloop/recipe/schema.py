@@ -10,7 +10,6 @@ from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import yaml_text
 from oneloop.recipe import run_keys, training_keys
-from oneloop.recipe.key_rules import reject_inexact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +63,6 @@ class Recipe:
                 f"save.upload_limit {self.save.upload_limit:g} has no effect without a mirror; set "
                 "save.mirror, or remove save.upload_limit"
             )
-        if self.batch.grain is not None:
-            reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 
     @property
     def folder(self) -> Path:

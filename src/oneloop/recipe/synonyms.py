@@ -9,11 +9,11 @@ from pathlib import Path
 
 # A line of the file is "key: name name …", or "gone name name …: what to do instead".
 _KEYS: dict[str, list[str]] = {}  # keys by name
-_GONE: dict[str, str] = {}  # sentences by name
+GONE: dict[str, str] = {}  # sentences by name
 for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
     _key, _, _names = _line.partition(": ")
     if _key.startswith("gone "):
-        _GONE |= dict.fromkeys(_key.split()[1:], _names)
+        GONE |= dict.fromkeys(_key.split()[1:], _names)
         continue
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
@@ -53,4 +53,4 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 def instead(word: str) -> str:
     """Return a sentence about a key or name that is gone, or an empty text."""
-    return _GONE.get(word, "")
+    return GONE.get(word, "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from oneloop.basics.duration import Duration
-from oneloop.basics.exit_codes import BadInput, at_least, within
+from oneloop.basics.exit_codes import BadInput
 
 
 @dataclass(frozen=True)
@@ -49,30 +49,6 @@ class BatchConfig:
     weights, sharded or not (null: equal up to rounding). batch.size / batch.grain and the number of
     processes must be powers of two"""
 
-    def __post_init__(self) -> None:
-        at_least(
-            1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1
-        )
-        if self.grain is not None:
-            at_least(1, batch__grain=self.grain)
-            self._reject_grain(self.grain)
-
-    def _reject_grain(self, grain: int) -> None:
-        # The number of micro-batches must be a power of two, which has one bit.
-        leaves, rest = divmod(self.size, grain)
-        if rest or leaves & (leaves - 1) or not leaves:
-            powers = [grain << power for power in range(self.size.bit_length() + 1)]
-            nearest = min(powers, key=lambda size: abs(size - self.size))
-            raise BadInput(
-                f"batch.size {self.size} is {self.size / grain:.4g} times batch.grain {grain}, and "
-                f"batch.grain requires a power of two; nearest size: {nearest}"
-            )
-        if self.micro not in (None, grain):
-            raise BadInput(
-                f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove "
-                "batch.micro"
-            )
-
 
 @dataclass(frozen=True)
 class ParametersConfig:
@@ -91,11 +67,9 @@ class ParametersConfig:
                 "optimizer.groups: a pattern without a setting; give freeze, lr_factor or "
                 "weight_decay"
             )
-        at_least(
-            0,
-            optimizer__groups__lr_factor=self.lr_factor or 0,
-            optimizer__groups__weight_decay=self.weight_decay or 0,
-        )
+        for key, value in self.settings.items():
+            if value < 0:
+                raise BadInput(f"optimizer.groups: {key} must be at least 0, got {value}")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -127,17 +101,11 @@ class OptimizerConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
-        at_least(0, optimizer__clip=self.clip, optimizer__lr_at_batch=self.lr_at_batch)
         built = {
             k: ParametersConfig(**v) if isinstance(v, Mapping) else v
             for k, v in self.groups.items()
         }
         object.__setattr__(self, "groups", built)  # the parser passes plain dicts
-        if not 0 < self.layer_decay <= 1:
-            raise BadInput(
-                f"optimizer.layer_decay must be above 0 and at most 1, got {self.layer_decay}"
-            )
 
 
 @dataclass(frozen=True)
@@ -160,18 +128,6 @@ class ScheduleConfig:
     final: float = 0.0
     """learning rate at the end, as a share of the peak"""
     options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        at_least(0, schedule__final=self.final)
-        within(0, 1_000_000, schedule__warmup_offset=self.warmup_offset)
-        if self.warmup_start is None:
-            return
-        within(0, 1, schedule__warmup_start=self.warmup_start)
-        if self.warmup_offset:
-            raise BadInput(
-                f"schedule.warmup_start {self.warmup_start:g} and schedule.warmup_offset "
-                f"{self.warmup_offset} are two forms of a warm-up; remove one of them"
-            )
 
 
 @dataclass(frozen=True)
@@ -208,35 +164,6 @@ class EmaConfig:
         """Whether the first updates of an EMA with a decay differ from the others."""
         return self.start is not None or bool(self.warmup_power)
 
-    def __post_init__(self) -> None:
-        at_least(0, ema__decay=self.decay, ema__warmup_power=self.warmup_power)
-        at_least(1, ema__every=self.every)
-
-        # These keys are for runs with EMA weights.
-        given = {"every": self.every != 1, "buffers": self.buffers, "device": self.device}
-        without = [key for key, is_given in given.items() if is_given]
-        if without and not (self.decay or self.half_lives or self.power):
-            raise BadInput(
-                f"ema.{without[0]} {getattr(self, without[0])} has no effect without EMA weights; "
-                f"set ema.half_life, ema.decay or ema.power, or remove ema.{without[0]}"
-            )
-        if self.warms_up and self.every != 1:
-            raise BadInput(
-                f"ema.every {self.every} cannot be combined with ema.start or ema.warmup_power; "
-                "remove ema.every"
-            )
-        if self.buffers and self.device is not None:
-            raise BadInput(
-                "ema.buffers true cannot be combined with ema.device cpu; remove one of them"
-            )
-        if self.decay >= 1:
-            raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is common")
-        if self.decay and self.half_lives:
-            raise BadInput(
-                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set "
-                "one of them"
-            )
-
 
 @dataclass(frozen=True)
 class GuardConfig:
@@ -249,7 +176,3 @@ class GuardConfig:
     patience: int = 10
     """bad steps in a row (or rewinds without a new checkpoint) before the run ends with exit code
     3"""
-
-    def __post_init__(self) -> None:
-        at_least(0, guard__sigma=self.sigma)
-        at_least(1, guard__patience=self.patience)

@@ -10,7 +10,7 @@ from oneloop.basics.files import printable
 from oneloop.basics.untrusted import damaged, read_json
 from oneloop.launch.before_imports import is_main
 from oneloop.recipe.class_paths import CHOICES, source
-from oneloop.recipe.parse import read_again
+from oneloop.recipe.parse import recipe
 from oneloop.recipe.read import load
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import data_inputs
@@ -30,27 +30,26 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         BadInput: The run folder has no recipe.
     """
     file = recipe_file(run)
-    name = task or _trusted(_task_of(file), run)
+    _, written = load(str(file))
+    name = task or _trusted(written.get("task.name"), run)
     place = source("task", name) if is_main() else None
     if place:
         line = f"oneloop {command}: task.name {name} of {file} is imported from {place}"
         print(printable(line), file=sys.stderr)
-    return read_again(file, task=name)
+
+    # The optimizer and the schedule are not needed.
+    for key in list(written):
+        if key.startswith(("optimizer.", "schedule.")):
+            del written[key]
+    return recipe(written | {"task.name": name})
 
 
-def _task_of(file: Path) -> str:
-    """Return the task's name in a resolved recipe, without an import. Raise BadInput on errors."""
-    _, written = load(str(file))
-    name = written.get("task.name")
-    if not isinstance(name, str):
-        raise BadInput(f"{file}: task.name must be a name or a class path, found {name!r}")
-    return name
-
-
-def _trusted(name: str, run: Path) -> str:
+def _trusted(name: object, run: Path) -> str:
     """Return the run's task, or raise BadInput: the user must say whose code to run.
 
     A file is trusted if it is below the current directory, and not in the run folder."""
+    if not isinstance(name, str):
+        raise BadInput(f"{run}: task.name must be a name or a class path, found {name!r}")
     if name in CHOICES["task"]:
         return name
     here = Path.cwd().resolve()

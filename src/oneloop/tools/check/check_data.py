@@ -9,12 +9,12 @@ import numpy as np
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.progress import tracked
-from oneloop.recipe.read import is_recipe
 from oneloop.tasks.columns import check_images
 from oneloop.tasks.rows.cached_arrays import in_order
 from oneloop.tasks.rows.objects import NoColumn
 from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.rows import FINDINGS, Findings
+from oneloop.tools.check.command import is_recipe
 
 _SAMPLES = 64  # samples per task of a process
 _PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit
