@@ -25,6 +25,7 @@ from oneloop.basics import side_copies
 from oneloop.checkpoint import pieces
 from oneloop.checkpoint.background_save import SaveError, SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.manifest import manifest_of
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.store import Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
@@ -184,15 +185,11 @@ def test_the_files_are_plain_safetensors(tmp_path):
 
 
 def fill(store: Store, step: int, count: int = 3) -> Path:
-    from oneloop.checkpoint.store import write_file
-
     draft = store.draft(step)
     generator = random.Random(step)
-    files = {
-        f"{n}.bin": write_file(draft / f"{n}.bin", generator.randbytes(1000 + n))
-        for n in range(count)
-    }
-    return store.seal(draft, step, files, {})
+    files = {f"{n}.bin": draft.put(f"{n}.bin", generator.randbytes(1000 + n)) for n in range(count)}
+    draft.seal(manifest_of(step, files, {}))
+    return store.sealed()[-1]
 
 
 def damage(folder: Path, chance: random.Random) -> str:
@@ -227,7 +224,7 @@ def corruptions(tmp_path: Path, number: int) -> int:
     shutil.copytree(good, tmp_path / "whole")
     for _ in range(number):
         kind = damage(good, chance)
-        walk = list(store.newest_good())
+        walk = [(path, problems(path)) for path in reversed(store.sealed())]
         assert walk[0][0] == good and walk[0][1], f"{kind} was not seen"
         assert walk[1] == (store.root / "step-00000001", [])  # falls back to the checkpoint before
         detected += 1
@@ -268,7 +265,7 @@ def test_retention_keeps_the_newest_every_mth_and_the_best(tmp_path):
 
 def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
     store = Store(tmp_path)
-    (store.draft(5) / "x").write_text("half")
+    (store.draft(5).path / "x").write_text("half")
     assert store.sealed() == []
     fill(store, 5)
     first = hashlib.sha256((tmp_path / "step-00000005" / "0.bin").read_bytes()).hexdigest()
@@ -416,7 +413,7 @@ class OnCuda:
         run_on_cuda = SimpleNamespace(
             process_index=0, num_processes=1, local_process_index=0, device=torch.device("cuda")
         )
-        self.checkpoints = Checkpoints(root, run_on_cuda, max_failures=9, say=self.said.append)
+        self.checkpoints = Checkpoints(root, run_on_cuda, say=self.said.append)
         self.step = 0
 
     def save(self, pages: int) -> None:

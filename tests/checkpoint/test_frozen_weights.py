@@ -58,6 +58,12 @@ def finished(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+def base(run: Path) -> Path:
+    """Return the folder of a run's frozen parameters, of which there is one."""
+    (folder,) = (run / "base").iterdir()
+    return folder
+
+
 def names(folder: Path) -> set[str]:
     found = set()
     for file in folder.glob("*.safetensors"):
@@ -77,8 +83,8 @@ def test_they_are_in_base_once_whatever_the_split(tmp_path, finished):
         }
         count = sum(sizes[name] for name in FROZEN)
         assert config == "single" or f"frozen: {count:,} of " in world.output
-        assert names(here / "base") == {f"model.{name}" for name in FROZEN}
-        assert (here / "base" / "frozen.safetensors").stat().st_size < 4 * count + 1024
+        assert names(base(here)) == {f"model.{name}" for name in FROZEN}
+        assert (base(here) / "frozen.safetensors").stat().st_size < 4 * count + 1024
         for path in (here / "checkpoints").glob("step-*"):
             held = names(path)
             assert not any(name.split(".", 1)[1].startswith(tuple(FROZEN)) for name in held), held
@@ -87,7 +93,7 @@ def test_they_are_in_base_once_whatever_the_split(tmp_path, finished):
                 "model.head.weight",
                 "ema.ema.head.weight",
             } <= held
-        bases[config] = (here / "base" / "frozen.safetensors").read_bytes()
+        bases[config] = (base(here) / "frozen.safetensors").read_bytes()
         assert main(["verify", str(here)]) == 0
     assert bases["single"] == bases["fsdp2"]
 
@@ -95,7 +101,7 @@ def test_they_are_in_base_once_whatever_the_split(tmp_path, finished):
 def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, finished, capsys):
     shutil.copytree(finished, tmp_path / "run")
     draw = torch.Generator().manual_seed(0)
-    for file in sorted((tmp_path / "run" / "base").iterdir()):
+    for file in sorted(base(tmp_path / "run").iterdir()):
         whole = file.read_bytes()
         for place in torch.randint(8 * len(whole), (20,), generator=draw).tolist():
             spoiled = bytearray(whole)
@@ -120,14 +126,14 @@ def test_what_is_damaged_ends_the_start_and_nothing_is_written(tmp_path, config,
         if damage == "no folder":
             shutil.rmtree(here / "base")
         else:
-            spoiled = bytearray((here / "base" / "frozen.safetensors").read_bytes())
+            spoiled = bytearray((base(here) / "frozen.safetensors").read_bytes())
             spoiled[-1] ^= 1
-            (here / "base" / "frozen.safetensors").write_bytes(spoiled)
+            (base(here) / "frozen.safetensors").write_bytes(spoiled)
         before = _times(here)
         world = trained(tmp_path, config=config, ranks=ranks)
         assert set(world.codes) == {2}, world.output
         assert "Traceback" not in world.output
-        assert "run/base, with the frozen parameters of step-" in world.output
+        assert ", with the frozen parameters of step-" in world.output
         assert "is damaged (base/" in world.output
         assert _times(here) == before
 
@@ -148,12 +154,14 @@ def test_others_get_a_folder_of_their_own(tmp_path, finished):
     unfinished(here)
     rules = {"norm": {"freeze": True}, "inner": {"freeze": True}}
     trained(tmp_path, "--run.accept_changes", "true", rules=rules).ok()
-    base_folders = {
-        path.name: json.loads((path / "MANIFEST.json").read_text())["about"]["base"]["folder"]
+    folders = {
+        path.name: json.loads((path / "MANIFEST.json").read_text())["about"]["base"]["xxh3"]
         for path in (here / "checkpoints").glob("step-*")
     }
-    assert base_folders == {"step-00000008": "base", "step-00000016": "base-2"}
-    assert names(here / "base-2") == {f"model.{name}" for name in FROZEN[1:]}
+    assert folders["step-00000008"] == base(finished).name != folders["step-00000016"]
+    assert names(here / "base" / folders["step-00000016"]) == {
+        f"model.{name}" for name in FROZEN[1:]
+    }
     assert main(["verify", str(here)]) == 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 
 import hostile
 import stores
@@ -30,11 +31,11 @@ from oneloop.basics.untrusted import (
     read_json,
     read_yaml,
 )
-from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.lease import _newest, _who
-from oneloop.checkpoint.manifest import header
-from oneloop.checkpoint.mirror import complete, local_run
-from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
+from oneloop.checkpoint.manifest import header, manifest_of
+from oneloop.checkpoint.mirror import Fetcher, complete, local_run
+from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of
+from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.saved_state import newest_intact, read_state, state_problems
 from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
@@ -49,7 +50,7 @@ from oneloop.tools.run_reader import Follower, read_record
 pytestmark = pytest.mark.covers(
     "oneloop.basics.bucket",
     "oneloop.basics.untrusted",
-    "oneloop.checkpoint.fetcher",
+    "oneloop.checkpoint.ranks",
     "oneloop.checkpoint.lease",
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.mirror",
@@ -91,7 +92,6 @@ def _read_checkpoints(run: Path) -> None:
         if not (problems(path) or state_problems(path)):
             base_problems(path)
             read_state(path)
-    fresh(run, _steps(run))
     problems_of_files(run / "final")
     for asked in ("newest", "best"):
         checkpoint_of(run, asked)
@@ -120,15 +120,8 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
     _, owner = _newest(bucket)
     assert _who(owner).isprintable()
     MirroredFolder(run, address, say=lambda text: None).inspect(training_configuration(recipe))
-    fetcher = Fetcher(
-        address,
-        Store(run / "checkpoints"),
-        rank=0,
-        leader=0,
-        gather=lambda value: [value],
-        say=lambda text: None,
-    )
-    found = fetcher.newest(None, lambda folder: [])
+    store = Store(run / "checkpoints")
+    found = Fetcher(address, store, Ranks(Accelerator(cpu=True)), lambda text: None).newest(None)
     assert found is not None  # if the newest one is hostile, an older one is intact
     copy = local_run(address)
     complete(copy / "final")
@@ -263,7 +256,9 @@ def test_hostile_values_in_checkpoints(made, tmp_path, count):
     outside = _beside(tmp_path)
     right = made / "runs/one"
     newest = _steps(right)[-1].name
-    changes = {f"checkpoints/{newest}": CHECKPOINT, "final": FOLDER, "base": FOLDER}
+    changes = {f"checkpoints/{newest}": CHECKPOINT, "final": FOLDER}
+    (base,) = (right / "base").iterdir()
+    changes[f"base/{base.name}"] = FOLDER
     copies = hostile.Copies(right, outside / "runs/one", changes, seed=1)
     rejected = _attacks(copies, count, lambda: _read_checkpoints(copies.work), outside)
     assert count / 3 < rejected < count  # some values change nothing that is read
@@ -376,7 +371,7 @@ def test_a_deletion_that_fails_is_an_error():
     with without_root() as folder:
         store = Store(folder)
         for step in (1, 2, 3):
-            store.seal(store.draft(step), step, {}, {})
+            store.draft(step).seal(manifest_of(step, {}, {}))
         (folder / "step-00000001").chmod(0o500)
         # Here nothing can be deleted, but the folder can be renamed.
         with pytest.raises(NotDeleted, match=r"1\.removed cannot be deleted \(Permission"):
@@ -410,7 +405,7 @@ def test_a_file_in_place_of_a_checkpoint_is_set_aside(made, tmp_path):
     newest.write_text("not a folder")
     said = []
     chosen, error = newest_intact(Store(newest.parent), said.append)
-    assert error is None and chosen == str(_steps(tmp_path / "run")[-1]) and len(said) == 1
+    assert error is None and chosen == _steps(tmp_path / "run")[-1] and len(said) == 1
     assert (newest.parent / f"bad-{newest.name}").is_file()
 
 

@@ -339,12 +339,8 @@ def by_resume(made: Pair, folder: Path) -> None:
     RunState(made.models, made.optimizers, parts={}).resume(checkpoints, str(folder))
 
 
-def by_needs(made: Pair, folder: Path) -> None:
-    RunState(made.models, made.optimizers, parts={}).needs(folder)
-
-
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("through", [by_load, by_resume, by_needs])
+@pytest.mark.parametrize("through", [by_load, by_resume])
 def test_other_names_are_rejected_before_a_tensor_changes(saved_pair, change, through):
     made = pair(2).step()
     models, optimizers = dict(made.models), dict(made.optimizers)
@@ -375,7 +371,7 @@ def test_a_checkpoint_without_names_is_not_of_named_models(tmp_path):
     checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
     made = pair(1).step()
     checkpoints.save(1, made.models["generator"], made.optimizers["generator"], {})
-    assert "named" not in read_manifest(checkpoints.newest())["about"]
+    assert read_manifest(checkpoints.newest())["about"]["named"] == []
     before = made.everything()
     with pytest.raises(ValueError, match=r"only the checkpoint has nothing; only given: \['model"):
         checkpoints.load(checkpoints.newest(), made.models, made.optimizers)
@@ -390,7 +386,9 @@ def test_another_number_of_groups_is_rejected_before_a_tensor_changes(tmp_path):
     made.step()
     before = made.everything()
     other = ADAMW([{"params": [one]} for one in generator.parameters()])
-    with pytest.raises(ValueError, match="has 1 parameter groups, but 2 are given"):
+    with pytest.raises(
+        ValueError, match=r"the state of AdamW \w+, but AdamW \w+, AdamW \w+ is given"
+    ):
         checkpoints.load(checkpoints.newest(), generator, other)
     same(made.everything(), before)
     assert not other.state
@@ -522,7 +520,9 @@ def test_a_frozen_model_is_saved_once(tmp_path):
     made.models["generator"].requires_grad_(False)
     mine = {"discriminator": made.optimizers["discriminator"]}
     checkpoints.save(1, made.models, mine, {})
-    assert header(tmp_path / "base" / "frozen.safetensors").keys() > {"model.generator.weight"}
+    assert header(next((tmp_path / "base").glob("*/frozen.safetensors"))).keys() > {
+        "model.generator.weight"
+    }
     other = pair(2)
     other.models["generator"].requires_grad_(False)
     del other.optimizers["generator"]
@@ -555,7 +555,8 @@ def test_the_averaged_buffers_of_each_model_are_recognized():
     expected = {f"model.generator.{name}" for name in ("layers.1.num_batches_tracked", "total")}
     for name in statistics:
         expected |= {f"model.generator.{name}", f"ema.smooth.{name}"}
-    assert buffers_of(gan.state.model, extra) == expected
+    names = {*model_tensors(gan.state.model), *extra, *expected}
+    assert buffers_of(gan.state.model, names) == expected
 
 
 def test_sizes_and_weights_of_named_models(tmp_path):
@@ -566,13 +567,11 @@ def test_sizes_and_weights_of_named_models(tmp_path):
     gan.state.save(checkpoints, 2)
     newest = checkpoints.newest()
 
-    # The bytes of a save, of its tensors, and of what a load reads.
+    # The bytes of a save, and of its tensors.
     file = newest / "rank-00000.safetensors"
     tensors = [entry for name, entry in header(file).items() if name != "__metadata__"]
     data = max(entry["data_offsets"][1] for entry in tensors)
     assert data <= gan.state.bytes_of_rank(checkpoints) <= data + 100
-    read = sum(end - start for _, start, end in gan.state.needs(newest))
-    assert read == data
     trained = sum(p.nbytes for model in (gan.g, gan.d) for p in model.parameters())
     once, each = gan.state.size(optimizer_share=2.0)
     assert each == once + 2 * trained and once > 2 * trained

@@ -188,7 +188,7 @@ def test_generators_of_another_device_begin_anew():
     """A checkpoint of a GPU has the states of its generator, too."""
     cpu = torch.device("cpu")
     of_a_gpu = [*random_states(cpu), "00" * 16]
-    here = SimpleNamespace(ranks=1, rank=0, device=cpu)
+    here = SimpleNamespace(count=1, rank=0, device=cpu)
     said: list[str] = []
     torch.manual_seed(5)
     _restore_generators([of_a_gpu], here, 3, said.append)

@@ -31,6 +31,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 PHASES = ("writing", "background writing", "renaming", "pruning", "loading")
 TRACE = "CHAOS_TRACE"
+SYNC = "CHAOS_SYNC"  # variable: write in the training process
 
 
 def mark(phase: str, what: str) -> None:
@@ -59,7 +60,7 @@ def trace_writing(phase: str) -> None:
     from oneloop.checkpoint import store, writer
 
     writer.write_tensors = traced(phase, writer.write_tensors)
-    store.Store.seal = traced("renaming", store.Store.seal)
+    store.Draft.seal = traced("renaming", store.Draft.seal)
     store.Store.prune = traced("pruning", store.Store.prune)
     flush = store.flush
     # between manifest, rename and its flush
@@ -100,6 +101,11 @@ def rank_of(
     torch.set_num_threads(1)
     trace_writing("writing")
     background_save.WRITER = "chaos_writer"
+    background_save.MOST_FAILURES = 100
+    if environment.get(SYNC):
+        from sync_saves import write_in_the_trainer
+
+        write_in_the_trainer()
     checkpoints.Checkpoints.load = traced("loading", checkpoints.Checkpoints.load)
     code = 1
     try:
@@ -186,7 +192,7 @@ class Chaos:
         """Return the number of kills in the phase that was hit least."""
         return min(self.hits[phase] for phase in PHASES)
 
-    def start(self, folder: Path, sync: str = "false") -> int:
+    def start(self, folder: Path, sync: str = "") -> int:
         """Fork one start of the run, which writes in the training process or in a separate one."""
         self.starts += 1
         os.environ[TRACE] = str(folder.parent / "trace")
@@ -196,13 +202,12 @@ class Chaos:
             str(folder),
             "--track",
             "none",
-            "--save.sync",
-            sync,
             *self.words,
         ]
         pid = os.fork()
         if pid == 0:
-            launcher(self.ranks, words, self.environment, folder.parent / "output.txt")
+            environment = {**self.environment, SYNC: sync}
+            launcher(self.ranks, words, environment, folder.parent / "output.txt")
         return pid
 
     def left_alone(self, folder: Path) -> None:
@@ -220,8 +225,8 @@ class Chaos:
         phase_hit = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
         if self.chance.random() < 0.15:
             phase_hit = "any"
-        sync = {"writing": "true", "background writing": "false"}.get(
-            phase_hit, self.chance.choice(["true", "false"])
+        sync = {"writing": "true", "background writing": ""}.get(
+            phase_hit, self.chance.choice(["true", ""])
         )
         turn = self.chance.randrange(1 if phase_hit == "loading" else 3)
         delay = self.chance.random() * (1.5 if phase_hit == "any" else 0.025)
@@ -385,8 +390,6 @@ WORDS = (
     "16",
     "--task.width",
     "8",
-    "--save.max_failures",
-    "100",
     "--ema.half_life",
     "1ep",
     "--guard.nonfinite",

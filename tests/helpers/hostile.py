@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
+from xxhash import xxh3_128_hexdigest
 
-from oneloop.basics.bucket import BLOCK
 from oneloop.basics.files import vouched
 from oneloop.checkpoint.manifest import MANIFEST, signed
 
@@ -89,9 +88,6 @@ def resign(folder: Path, manifest: dict[str, Any], name: str) -> None:
     prefix = f"{manifest['attempt']}-" if "attempt" in manifest else ""
     content = (folder / f"{prefix}{name}").read_bytes()
     entry = {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
-    if prefix:
-        starts = range(0, len(content), BLOCK)
-        entry["blocks"] = [xxh3_64_hexdigest(content[at : at + BLOCK]) for at in starts]
     manifest["files"][name] = entry
     (folder / MANIFEST).write_bytes(signed(manifest))
 

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from oneloop.basics.bucket import Bucket
 from oneloop.checkpoint import writer
 
 RATE = "TEST_DISK_RATE"  # variable with its bytes per second
+UPLOAD_RATE = "TEST_UPLOAD_RATE"  # variable with the bytes per second of uploads; missing: no limit
 
 
 class _SlowFile:
@@ -44,6 +46,20 @@ def slow_down() -> None:
         return _SlowFile(file, rate) if writes else file
 
     Path.open = slowly
+    if UPLOAD_RATE not in os.environ:
+        return
+    upload_rate = float(os.environ[UPLOAD_RATE])
+    write = Bucket.write
+
+    def upload_slowly(self: Bucket, name: str, pieces: Any, size: int = 0) -> dict[str, Any]:
+        def in_time() -> Any:
+            for piece in pieces:
+                time.sleep(len(piece) / upload_rate)
+                yield piece
+
+        return write(self, name, in_time(), size)
+
+    Bucket.write = upload_slowly
 
 
 if __name__ == "__main__":

@@ -112,7 +112,6 @@ pytestmark = pytest.mark.covers(
             "stop.patience 3 has no effect with eval.every 0",
         ),
         (["--ema.device", "cpu"], "ema.device cpu has no effect with ema.half_life 0"),
-        (["--save.upload_limit", "5"], "save.upload_limit 5 has no effect without a mirror"),
     ],
 )
 def test_a_setting_without_effect_is_rejected(tmp_path, words, expected_text):

@@ -31,6 +31,7 @@ from oneloop.show.metrics_file import Lines
 from oneloop.tools.run_reader import read_record
 from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
 from slow_cases import with_slow
+from sync_saves import write_in_the_trainer
 from worlds import each_forked, here, run, train
 
 pytestmark = pytest.mark.covers(
@@ -456,7 +457,7 @@ def test_final_holds_what_it_states(tmp_path, ranks, config):
 
 def in_order(words: list[str]) -> None:
     """Train, and print the names of flushed files in order; the save must run in this process."""
-    from oneloop.checkpoint import store, writer
+    from oneloop.checkpoint import store
 
     flush = store.flush
 
@@ -464,13 +465,14 @@ def in_order(words: list[str]) -> None:
         print("LASTS", path.name)
         flush(path)
 
-    store.flush = writer.flush = noted
+    store.flush = noted
+    write_in_the_trainer()
     here(words)
 
 
 def test_metrics_are_on_the_disk_before_a_checkpoint_that_refers_to_them(tmp_path):
     lay(tmp_path)
-    world = run(in_order, [*WORDS, "--save.sync", "true"], folder=tmp_path)
+    world = run(in_order, WORDS, folder=tmp_path)
     world.ok()
     lasts = [line.split()[1] for line in world.output.splitlines() if line.startswith("LASTS")]
     lasts = lasts[lasts.index("metrics.jsonl") :]  # after the trial of the optimizer

@@ -15,7 +15,7 @@ from oneloop.basics.heartbeats import EVALUATION, LOADING, SET_UP, TRAINING, Bea
 from oneloop.supervise import hangs, pipe
 from oneloop.supervise.crash_report import Cause, describe_exit
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang, hung_ranks
-from slow_disk import RATE
+from slow_disk import RATE, UPLOAD_RATE
 from slow_runs import FROZEN, LONGER, short_time_out, slow_disk
 from worlds import run
 
@@ -159,7 +159,7 @@ PLACES = {  # of slow work, and further keys
     "save": ["--task.width", "1024"],
     "frozen base": [],
     "final": [],
-    "upload": ["--save.mirror", "mirror", "--save.upload_limit", str(4e-6 * FROZEN / (3 * SHORT))],
+    "upload": ["--save.mirror", "mirror"],
 }
 GENERATION = ["--eval.generate", "10", "--eval.micro", "1"]
 READ = {  # of these, the sample is named
@@ -201,10 +201,13 @@ def slow_run(
     if place == "upload":
         words[words.index("mirror")] = f"file://{folder}/mirror"
     rates = {"frozen base": 4 * FROZEN / seconds, "save": SAVE_RATE}
+    variables = {RATE: str(rates.get(place, 1e9))}
+    if place == "upload":
+        variables[UPLOAD_RATE] = str(4 * FROZEN / (3 * SHORT))
     return run(
         slow_disk,
         words,
-        variables={RATE: str(rates.get(place, 1e9))},
+        variables=variables,
         config=config,
         ranks=ranks,
         folder=folder,

@@ -234,8 +234,6 @@ def numbered(
         "true",
         "--optimizer.lr",
         "1e-3",
-        "--save.sync",
-        "true",
     ]
     world = run(
         train, words, ranks=ranks, folder=where, variables={"OWN_FOLDER": str(folder)}, timeout=1500

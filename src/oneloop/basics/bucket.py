@@ -1,22 +1,21 @@
 """Objects in a bucket (``s3://``, ``gs://``) or a folder (``file://``), by fsspec."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from xxhash import xxh3_64_hexdigest, xxh3_128
+from xxhash import xxh3_128
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
 from oneloop.basics.untrusted import MOST_BYTES
 
-BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
+BLOCK = 1 << 23  # bytes that one request writes or reads
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
 # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
@@ -53,15 +52,6 @@ def check_address(address: str, key: str) -> None:
         )
     if find_spec(_PACKAGES[scheme]) is None:
         raise BadInput(f"{key} {address} needs {_PACKAGES[scheme]}: pip install 'oneloop[buckets]'")
-
-
-@dataclass(frozen=True)
-class StoredObject:
-    """The size and the checksums of an object, as a manifest lists them."""
-
-    size: int  # bytes
-    xxh3: str  # xxh3-128 of its content, as hexadecimal
-    blocks: Sequence[str] = ()  # xxh3-64 of each block; none for a file on a disk
 
 
 class StoreError(OSError):
@@ -135,16 +125,12 @@ class Bucket:
 
     Args:
         address: of the objects.
-        limit: bytes per second that it writes at most; 0: no limit.
     """
 
-    def __init__(self, address: str, *, limit: float = 0.0) -> None:
+    def __init__(self, address: str) -> None:
         import fsspec
 
-        from oneloop.basics.upload_limit import UploadLimit
-
         self.address = address.rstrip("/")
-        self._limit = UploadLimit(limit)
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
         with self._errors():
@@ -170,10 +156,29 @@ class Bucket:
         with self._errors():
             return bytes(self._fs.cat_file(path))
 
-    def fetch(self, name: str, file: Path) -> None:
-        """Copy an object to a file on this machine."""
-        with self._errors():
-            self._fs.get_file(f"{self._root}/{name}", str(file))
+    def fetch(self, name: str, file: Path, size: int) -> str:
+        """Copy an object to a file on this machine; a few blocks are read at the same time.
+
+        Args:
+            name: of the object.
+            file: to write.
+            size: of the object, in bytes.
+
+        Returns:
+            The xxh3-128 of its content, as hexadecimal.
+        """
+        checksum = xxh3_128()
+        with file.open("wb") as stream:
+            for first in range(0, size, _AT_ONCE * BLOCK):
+                starts = range(first, min(size, first + _AT_ONCE * BLOCK), BLOCK)
+                ends = [min(size, start + BLOCK) for start in starts]
+                paths = [f"{self._root}/{name}"] * len(ends)
+                with self._errors():
+                    blocks = self._fs.cat_ranges(paths, [*starts], ends, on_error="raise")
+                for block in blocks:
+                    stream.write(block)
+                    checksum.update(block)
+        return checksum.hexdigest()
 
     def put(self, name: str, data: bytes, *, create: bool = False) -> None:
         """Write a small object atomically; ``create`` raises FileExistsError if it exists."""
@@ -187,16 +192,15 @@ class Bucket:
                 stream.write(data)
             os.replace(draft, path)
 
-    def write(self, name: str, pieces: Iterable[Any], size: int) -> StoredObject:
-        """Write an object, with one block in memory; return its size and checksums.
+    def write(self, name: str, pieces: Iterable[Any], size: int = 0) -> dict[str, Any]:
+        """Write an object, with one block in memory; return its manifest entry.
 
         Args:
             name: of the object.
-            pieces: its content (bytes or memoryviews).
+            pieces: its content (bytes or memoryviews), each of at most BLOCK bytes.
             size: about how many bytes that will be.
         """
-        whole = xxh3_128()
-        blocks: list[str] = []
+        checksum = xxh3_128()
         path = f"{self._root}/{name}"
         with self._errors():
             if self._is_local:
@@ -205,11 +209,9 @@ class Bucket:
                 # A larger object needs larger parts, because their number is limited.
                 stream = self._fs.open(path, "wb", block_size=max(BLOCK, size // _PARTS))
             try:
-                for block in _in_blocks(pieces):
-                    self._limit.wait(len(block))
-                    stream.write(block)
-                    whole.update(block)
-                    blocks.append(xxh3_64_hexdigest(block))
+                for piece in pieces:
+                    stream.write(piece)
+                    checksum.update(piece)
                 size = stream.tell()
             except BaseException:
                 # Leave no half of an object: closing would complete it.
@@ -218,20 +220,7 @@ class Bucket:
                     stream.closed = True
                 raise
             stream.close()
-        return StoredObject(size, whole.hexdigest(), blocks)
-
-    def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of these spans (start, end) of an object.
-
-        A few are read at the same time.
-        """
-        for first in range(0, len(spans), _AT_ONCE):
-            some = spans[first : first + _AT_ONCE]
-            starts, ends = zip(*some, strict=True)
-            paths = [f"{self._root}/{name}"] * len(some)
-            with self._errors():
-                found = self._fs.cat_ranges(paths, [*starts], [*ends], on_error="raise")
-            yield from zip(starts, map(bytes, found), strict=True)
+        return {"size": size, "xxh3": checksum.hexdigest()}
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the sizes of all objects below a folder, by their names relative to it."""
@@ -257,15 +246,3 @@ def _options(scheme: str) -> dict[str, Any]:
     if scheme == "s3":
         return {"use_listings_cache": False, "config_kwargs": _PATIENCE}
     return {"use_listings_cache": False}
-
-
-def _in_blocks(pieces: Iterable[Any]) -> Iterator[bytes]:
-    """Cut the content into blocks of BLOCK bytes; the last one may be shorter."""
-    held = bytearray()
-    for piece in pieces:
-        held += piece
-        while len(held) >= BLOCK:
-            yield bytes(held[:BLOCK])
-            del held[:BLOCK]
-    if held:
-        yield bytes(held)

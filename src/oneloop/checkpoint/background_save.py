@@ -1,7 +1,6 @@
 """The save in progress on one rank."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,11 +14,13 @@ from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import NotDeleted
 from oneloop.checkpoint import writer
 from oneloop.checkpoint.pieces import Piece, stage
-from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest, UploadSettings
+from oneloop.checkpoint.ranks import Ranks
+from oneloop.checkpoint.save_request import Answer, News, SaveRequest
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
+MOST_FAILURES = 3  # consecutive failed saves that do not end the run
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
 # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
 _MIN_THROUGHPUT = 10e6
@@ -45,36 +46,23 @@ class SaveInProgress:
 
     Args:
         store: the checkpoints folder.
-        rank: of this process.
-        agree: returns a value of all ranks, as a list; None: there is one process.
-        device: of the tensors; for a GPU, the shared memory is pinned.
-        max_failures: consecutive failed saves that do not raise.
+        ranks: of the run. On a GPU, the shared memory is pinned.
         patience: factor of the time limit of a save; 0: no limit.
-        say: reports failed saves, on rank 0, and memory that cannot be pinned.
+        say: reports failed saves, and memory that cannot be pinned, on rank 0.
     """
 
     def __init__(
-        self,
-        store: Store,
-        *,
-        rank: int,
-        agree: Callable[[Any], list[Any]] | None,
-        device: torch.device,
-        max_failures: int,
-        patience: float,
-        say: Callable[[str], None],
+        self, store: Store, ranks: Ranks, *, patience: float, say: Callable[[str], None]
     ) -> None:
         self._store = store
-        self._rank = rank
-        self._agree = agree
-        self._device = device
-        self._max_failures = max_failures
+        self._ranks = ranks
         self._patience = patience
         self._say = say
 
         # The process.
         self._process: WritingProcess | None = None
-        self.uploads: UploadSettings | None = None  # if there is a mirror
+        # arguments of Uploads, if there is a mirror
+        self.uploads: dict[str, Any] | None = None
         # Whether copies from a GPU overlap with training. Then forward and backward must not change
         # parameters, and whatever else changes them calls before_change().
         self.overlaps = False
@@ -99,34 +87,46 @@ class SaveInProgress:
         self._slowest = 0.0  # seconds of the slowest save so far
         self._failures = 0  # in a row
 
-    def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
-        """Begin to copy to host memory; after it, the writing process writes."""
+    def begin(self, request: SaveRequest, pieces: list[Piece], *, sync: bool = False) -> None:
+        """Begin to copy to host memory; after it, the writing process writes.
+
+        Args:
+            request: what to write.
+            pieces: the tensors.
+            sync: write in this process, and wait for it.
+        """
+        self._step = request.step
+        if sync:
+            buffer = torch.empty(request.size, dtype=torch.uint8)
+            stage(pieces, buffer)
+            try:
+                draft = self._store.draft(request.step, request.attempt)
+                writer.write(draft, request, buffer.numpy().data, wrote=BEATS.beat)
+            except (OSError, writer.Gone) as error:
+                self._error = f"{type(error).__name__}: {error}"
+            return
+
+        # Let the shared memory have this size.
         process = self.start()
         process.grow(max(1, request.size))
-        unpinned = process.unpinned
-        if unpinned and not self._warned:
+        if process.unpinned and self._ranks.is_main and not self._warned:
             self._warned = True
-            line = (
-                f"the memory of saves cannot be pinned on rank {self._rank} ({unpinned}), so each "
-                "save copies it more slowly; let this process lock more memory (ulimit -l), or "
-                "leave more memory free"
+            self._say(
+                f"the memory of saves cannot be pinned ({process.unpinned}), so each save copies "
+                "it more slowly; let this process lock more memory (ulimit -l), or leave more "
+                "memory free"
             )
-            if self._rank == 0:
-                self._say(line)
-            else:  # only rank 0 has the display
-                print(f"oneloop: {line}", file=sys.stderr)
         process.write(asdict(request), pieces, self._overlapping(process), self.watched())
         self._pending = True
         self._began = time.monotonic()
-        self._step = request.step
         self._size = request.size
         self._shown = Working(f"saving step {request.step}")
 
     def _overlapping(self, process: WritingProcess) -> torch.device | None:
         """Return the device of a copy that overlaps with training; None: training waits for it."""
-        if self.overlaps and self._device.type == "cuda" and not process.unpinned:
-            return self._device
-        return None
+        device = self._ranks.device
+        overlaps = self.overlaps and device.type == "cuda" and not process.unpinned
+        return device if overlaps else None
 
     def _hand_over(self, *, wait: bool) -> None:
         """:meth:`WritingProcess.hand_over`; the time limit of the save begins then."""
@@ -140,25 +140,22 @@ class SaveInProgress:
             self._process = None
         if self._process is None:
             self._process = WritingProcess(
-                WRITER, device=self._device, uploads=self.uploads, heard=self._heard
+                WRITER, device=self._ranks.device, uploads=self.uploads, heard=self._heard
             )
         return self._process
 
-    def mirror(
-        self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float
-    ) -> None:
+    def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool) -> None:
         """Also write to a mirror from now on; see :meth:`Checkpoints.mirror`."""
         # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
-        owns = self._rank == 0
+        owns = self._ranks.is_main
         if counts or owns:
-            self.uploads = UploadSettings(
-                address=address,
-                run=str(self._store.root.parent.absolute()),
-                limit=limit,
-                counts=counts,
-                lease=lease,
-                owns=owns,
-            )
+            self.uploads = {
+                "address": address,
+                "run": str(self._store.root.parent.absolute()),
+                "counts": counts,
+                "lease": lease,
+                "owns": owns,
+            }
         if owns:
             self.start()  # it renews the lease
 
@@ -193,22 +190,6 @@ class SaveInProgress:
             BEATS.beat()
         return answer
 
-    def write_here(self, request: SaveRequest, pieces: list[Piece]) -> None:
-        """Write in this process. Collective.
-
-        Rank 0 writes last, after all other ranks have finished or failed.
-        """
-        buffer = torch.empty(request.size, dtype=torch.uint8)
-        stage(pieces, buffer)
-        data = buffer.numpy().data
-        if self._rank != 0:
-            self._error = _attempt(lambda: writer.write(request, data, wrote=BEATS.beat))
-        others = self._gather(self._error)
-        if self._rank == 0 and not any(others):
-            self._error = _attempt(lambda: writer.write(request, data, wrote=BEATS.beat))
-        if self._agree is None and self._error is None:
-            self._failures = 0
-
     def poll(self) -> str | None:
         """Return this rank's error if it is known by now. Does not block (about 1 us).
 
@@ -241,11 +222,11 @@ class SaveInProgress:
             progress.
 
         Raises:
-            SaveError: on all ranks, after more than ``max_failures`` failures, if the save takes
+            SaveError: on all ranks, after more than three failures in a row, if the save takes
                 too long, or if another process owns the mirror. It is FailedElsewhere on the ranks
                 that are not the cause.
         """
-        if not self._pending and self._error is None and self._agree is None:
+        if not self._pending and self._error is None and self._ranks.count == 1:
             self.stuck = False
             return None
         with BEATS.phase(SAVING):
@@ -268,7 +249,7 @@ class SaveInProgress:
                 "storage does not respond"
             )
             if or_go_on:
-                if self._rank == 0:
+                if self._ranks.is_main:
                     self._say(f"{words}; continuing without a new checkpoint")
                 return None
             self._end_process()
@@ -291,27 +272,27 @@ class SaveInProgress:
 
     def _error_of(self, causes: list[int], words: str) -> SaveError:
         """Return the error of a save; the supervisors report that of a rank that caused it."""
-        return SaveError(words) if self._rank in causes else FailedElsewhere(words)
+        return SaveError(words) if self._ranks.rank in causes else FailedElsewhere(words)
 
     def _collect_errors(self, *, or_go_on: bool) -> list[str | None]:
         """Return the error of every rank. Collective."""
         # Rank 0 waits last, because it completes the checkpoint.
-        if self._rank != 0:
+        if not self._ranks.is_main:
             self._wait(or_go_on=or_go_on)
-        others = self._gather(self._state())
+        others = self._ranks.gather(self._state())
         failed = any(problem not in (None, _STILL) for problem in others)
-        if self._rank == 0 and self._pending and self._process is not None:
+        if self._ranks.is_main and self._pending and self._process is not None:
             if any(problem not in (None, _STILL) for problem in others[1:]):
                 self._process.send(None)
             if _STILL not in others[1:]:
                 self._process.wrote = time.monotonic()  # it has waited for the others
                 self._wait(or_go_on=or_go_on)
-        if self._rank == 0 and (self._error or failed):
+        if self._ranks.is_main and (self._error or failed):
             # No writer is active, and none starts before all ranks know the result. What cannot be
             # deleted now is harmless: the next start deletes it, or reports it.
             with suppress(NotDeleted):
                 self._store.sweep(".draft")
-        return self._gather(self._state())
+        return self._ranks.gather(self._state())
 
     def _state(self) -> str | None:
         return self._error or (_STILL if self._pending else None)
@@ -320,17 +301,17 @@ class SaveInProgress:
         """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
         # The checkpoint is complete, but earlier ones remain, which the next save tries to delete.
         if problem.startswith(_LEFT):
-            if self._rank == 0:
+            if self._ranks.is_main:
                 self._say(f"the checkpoint is saved, but {problem.removeprefix(_LEFT)}")
             return None
         if problem != TORN:  # training continues with copies that it waits for
             self._failures += 1
         if problem.startswith(_TAKEN):
             raise self._error_of([rank], problem.removeprefix(_TAKEN))
-        if self._failures > self._max_failures:
+        if self._failures > MOST_FAILURES:
             words = f"{self._failures} saves in a row have failed, the last one: {problem}"
             raise self._error_of([rank], words)
-        if self._rank == 0:
+        if self._ranks.is_main:
             self._say(
                 f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint "
                 "is intact)"
@@ -346,10 +327,10 @@ class SaveInProgress:
             return
         least = _MIN_LIMIT
         rate = _MIN_THROUGHPUT
-        if self.uploads is not None and self.uploads.counts:
+        if self.uploads is not None and self.uploads["counts"]:
             # a save to a bucket, which has its own limit
             least = _MIN_UPLOAD
-            rate = min(rate, self.uploads.limit or rate) / 10
+            rate /= 10
         limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
         answer = self._process.answer(0.0)
         while answer is None:
@@ -371,9 +352,6 @@ class SaveInProgress:
             self._error = answer.error
             self._slowest = max(self._slowest, time.monotonic() - self._began)
 
-    def _gather(self, value: Any) -> list[Any]:
-        return [value] if self._agree is None else self._agree(value)
-
     def _end_process(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -384,15 +362,6 @@ class SaveInProgress:
         if self._process is not None:
             self._process.close()
             why = self._process.dropped
-            if self._pending and why and self._rank == 0:
+            if self._pending and why and self._ranks.is_main:
                 self._say(f"SAVE FAILED: {why} (the previous checkpoint is intact)")
             self._process = None
-
-
-def _attempt(act: Callable[[], None]) -> str | None:
-    """Return the error of a write; None if it succeeded."""
-    try:
-        act()
-    except (OSError, Gone) as error:
-        return f"{type(error).__name__}: {error}"
-    return None

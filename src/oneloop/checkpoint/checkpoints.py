@@ -11,20 +11,19 @@ Usable alone in a plain Accelerate script.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.optimizer_tensors import optimizer_tensors
-from oneloop.basics.tensors import Models, Optimizers, host_group, named, together
+from oneloop.basics.tensors import Models, Optimizers, named, together
 from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
-from oneloop.checkpoint.mirror import Needs, no_needs
+from oneloop.checkpoint.mirror import Fetcher
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.optimizer_values import (
     Settings,
@@ -33,6 +32,7 @@ from oneloop.checkpoint.optimizer_values import (
     settings_of,
 )
 from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.saved_state import (
@@ -45,9 +45,6 @@ from oneloop.checkpoint.saved_state import (
 )
 from oneloop.checkpoint.state_dict import buffers_of, described, load_tensors, reject_others
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
-
-if TYPE_CHECKING:
-    from oneloop.checkpoint.fetcher import Fetcher
 
 __all__ = ["Checkpoints", "settings_of"]
 
@@ -64,8 +61,7 @@ class Checkpoints:
             a folder beside ``root``.
         settings: entries of parameter groups that come from a recipe, which are not saved
             (:func:`oneloop.checkpoint.optimizer_values.settings_of`); None: all are saved.
-        sync: write in the training process instead of a separate one.
-        max_failures: consecutive failed saves that do not end the run.
+        sync: write in the training process, which waits for it (for trials and tests).
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
             size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
             needs one. 0: no limit.
@@ -81,42 +77,21 @@ class Checkpoints:
         complete: bool = True,
         settings: Settings | None = None,
         sync: bool = False,
-        max_failures: int = 3,
         patience: float = 1.0,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
-        self.rank = accelerator.process_index
-        self.ranks = accelerator.num_processes
-        self.device = accelerator.device
-        # rank of the first process of this host
-        self._leader = self.rank - accelerator.local_process_index
-        self._gloo_group: Any = None
-        if self.ranks > 1:
-            self._gloo_group = host_group()
+        self.ranks = Ranks(accelerator)
+        self.gather = self.ranks.gather
         self.say = say
 
         # What saves.
         self._sync = sync
         self.complete = complete
         self.settings = settings
-        self._base = Base(
-            self.store,
-            origin=origin,
-            once=not complete,
-            rank=self.rank,
-            agree=self.gather,
-        )
+        self._base = Base(self.store, self.ranks, origin=origin, once=not complete)
         self._attempt = 0  # number of saves so far
-        self.saving = SaveInProgress(
-            self.store,
-            rank=self.rank,
-            agree=self.gather if self.ranks > 1 else None,
-            device=self.device,
-            max_failures=max_failures,
-            patience=patience,
-            say=say,
-        )
+        self.saving = SaveInProgress(self.store, self.ranks, patience=patience, say=say)
 
         # The mirror.
         self.fetcher: Fetcher | None = None  # reads it
@@ -167,8 +142,9 @@ class Checkpoints:
         listed = described(tensors)
         for others in self.gather(described(own or {})):
             listed |= others
-        shared = buffers_of(model, extra or {})
-        mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=shared, only_here=own)
+        mine = pieces(
+            tensors, self.ranks, of_rank_0=buffers_of(model, tensors), only_here=own or {}
+        )
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
@@ -180,30 +156,26 @@ class Checkpoints:
             root=str(self.store.root.absolute()),
             step=step,
             attempt=self._attempt,
-            rank=self.rank,
-            ranks=self.ranks,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
             header=header,
             size=size,
             state={**state, "optimizer": values},
-            about={**self._about(model, optimizer), **(about or {})},
+            about={
+                "ranks": self.ranks.count,
+                "named": named(model, optimizer),
+                **self._base.kept(model),
+                **(about or {}),
+            },
             bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=keep or Keep(),
-            tensors=listed if self.rank == 0 else {},
+            tensors=listed if self.ranks.is_main else {},
             flush=[str(file.absolute()) for file in flush],
         )
 
         # Write; without ``sync``, this waits at most for a copy to host memory.
-        if self._sync:
-            self.saving.write_here(request, mine)
-            return self.saving.finish() or problem
-        self.saving.begin(request, mine)
-        return problem
-
-    def _about(self, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-        """Return the entries that each manifest of this run has. Collective."""
-        lines = named(model, optimizer)
-        names = {"named": lines} if lines else {}
-        return {"ranks": self.ranks, **names, **self._base.kept(model)}
+        self.saving.begin(request, mine, sync=self._sync)
+        return self.saving.finish() or problem if self._sync else problem
 
     def poll(self) -> str | None:
         """Return this rank's error of the save in progress if it is known by now.
@@ -220,19 +192,12 @@ class Checkpoints:
             progress.
 
         Raises:
-            OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after
-                the time limit.
+            OSError: on all ranks, after more than three consecutive failures, or after the time
+                limit.
         """
         return self.saving.finish()
 
-    def mirror(
-        self,
-        address: str,
-        *,
-        lease: tuple[int, Mapping[str, Any]],
-        counts: bool,
-        limit: float = 0.0,
-    ) -> None:
+    def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks.
 
         Call on every rank.
@@ -242,90 +207,64 @@ class Checkpoints:
             lease: number and description of the run's :class:`oneloop.checkpoint.lease.Lease`.
             counts: write checkpoints only there: the folder may then differ between hosts, and
                 need not last.
-            limit: bytes per second of one process; 0: no limit.
         """
-        from oneloop.checkpoint.fetcher import Fetcher
-
-        self.fetcher = Fetcher(
-            address,
-            self.store,
-            rank=self.rank,
-            leader=self._leader,
-            gather=self.gather,
-            say=self.say,
-        )
+        self.fetcher = Fetcher(address, self.store, self.ranks, self.say)
         self._counts = counts
-        self.saving.mirror(address, lease=lease, counts=counts, limit=limit)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return a value of all ranks. Collective."""
-        values: list[Any] = [value]
-        if self._gloo_group is not None:
-            values = [None] * self.ranks
-            dist.all_gather_object(values, value, group=self._gloo_group)
-        return values
+        self.saving.mirror(address, lease=lease, counts=counts)
 
     def close(self) -> None:
         """End the writing process, unless it writes to a mirror: then ``saving.close()`` does."""
         if self.fetcher is None:
             self.saving.close()
 
-    def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
+    def whole(self, step: int, otherwise: str) -> Path | None:
         """Return the path of a step's checkpoint; log that it is missing or damaged. Collective.
 
         Args:
             step: its number.
             otherwise: the consequence if it cannot be used, for the log.
-            needs: returns the bytes that this rank reads; with a mirror, they are fetched.
 
         Returns:
             The same path on all ranks; None if it cannot be used.
         """
         path = self.store.root / name_of(step)
         wrong = []
-        if self.fetcher is not None and (self._counts or not self.gather(path.is_dir())[0]):
+        if self.fetcher is not None and (
+            self._counts or not self.ranks.from_main(lambda: path.is_dir())
+        ):
             try:
-                path = self.fetcher.fetch(step, needs)
+                path = self.fetcher.fetch(step)
             except (ValueError, Unavailable) as error:
                 wrong = [str(error)]
-        elif self.rank == 0:
+        elif self.ranks.is_main:
+            wrong = ["it does not exist"]
             if path.is_dir():
                 wrong = problems(path) or base_problems(path) or state_problems(path)
-            else:
-                wrong = ["it does not exist"]
-        if wrong and self.rank == 0:
+        if wrong and self.ranks.is_main:
             self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
         return None if self.gather(wrong)[0] else path
 
-    def newest(self, needs: Needs = no_needs) -> Path | None:
+    def newest(self) -> Path | None:
         """Return the newest intact checkpoint, equal on all ranks; None if none exists. Collective.
 
         Log damaged ones, and rename those in the folder.
 
-        Args:
-            needs: returns the bytes that this rank reads; with a mirror, they are fetched.
-
         Raises:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
         """
-        own, error = self._newest_here()
+        own: Path | None = None
+        error: str | None = None
+        if not self._counts:
+            own, error = self.ranks.from_main(lambda: newest_intact(self.store, self.say))
         # later, a failing mirror must not stop a rewind
         looks = own is None or not self._began
         self._began = True
-        fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
+        fetched = self.fetcher.newest(own) if self.fetcher is not None and looks else None
         if fetched is None and error is not None:
             raise ValueError(error)
         return fetched or own
-
-    def _newest_here(self) -> tuple[Path | None, str | None]:
-        """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
-        found: tuple[str | None, str | None] = (None, None)
-        if self.rank == 0 and not self._counts:
-            found = newest_intact(self.store, self.say)
-        chosen, error = self.gather(found)[0]
-        return Path(chosen) if chosen else None, error
 
     def later(self, path: Path) -> list[str]:
         """Return the names of later checkpoints, also in the mirror. Collective.
@@ -334,10 +273,11 @@ class Checkpoints:
         """
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
-        steps = []
-        if self.rank == 0 and not self._counts:
-            steps = [step_of(sealed) for sealed in self.store.sealed()]
-        steps = self.gather(steps)[0]
+        steps: list[int] = []
+        if not self._counts:
+            steps = self.ranks.from_main(
+                lambda: [step_of(sealed) for sealed in self.store.sealed()]
+            )
         if self.fetcher is not None:
             steps += self.fetcher.later(-1)
         return [name_of(step) for step in sorted(steps) if than is None or step > than]
@@ -371,7 +311,7 @@ class Checkpoints:
         """
         # Verify all files, except of a copy: its blocks were verified, and the rest is empty.
         fetched = folder.name.endswith(".fetched")
-        wrong = self.gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
+        wrong = self.ranks.from_main(lambda: [] if fetched else problems(folder))
         if wrong:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"

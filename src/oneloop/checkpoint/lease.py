@@ -29,8 +29,7 @@ _LEAST = 1.0  # seconds
 _MOST = 3600.0  # seconds that a start may have to wait for an owner that has died
 _USUAL = 60.0  # seconds
 _FOLDER = "owner"
-_NAME = re.compile(r"([0-9]{8,15})\.json")
-_LAST = 10**14  # no owner has a larger number
+_NAME = re.compile(r"([0-9]{8,})\.json")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # continues while the machine sleeps
 
 
@@ -172,10 +171,6 @@ def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
     """
     matches = map(_NAME.fullmatch, bucket.sizes(_FOLDER))
     newest = max((int(match[1]) for match in matches if match), default=0)
-    if newest >= _LAST:
-        raise BadInput(
-            f"{bucket.address}/{_name(newest)} has a number that no owner can follow; delete it"
-        )
     content = b""
     with suppress(FileNotFoundError):
         content = bucket.get(_name(newest))

@@ -4,7 +4,6 @@ Needs no torch.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,22 @@ from oneloop.basics.untrusted import damaged, is_plain, parsed_json, read_bytes
 Entries = Mapping[str, Any]
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 2  # version of the manifest
+FORMAT = 3  # version of the manifest
 
-_BASE = re.compile(r"base(-\d+)?")  # folders of frozen parameters, in the run folder
-_MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+BASE = "base"  # folder of frozen parameters, in the run folder
 
 
 def manifest_of(
     step: int, files: Entries, about: Entries, tensors: Entries | None = None
 ) -> dict[str, Any]:
-    """Return the manifest of a checkpoint; see :meth:`Store.seal`."""
+    """Return the manifest of a checkpoint.
+
+    Args:
+        step: its number.
+        files: size and checksum of its files, by name.
+        about: describes the content for readers.
+        tensors: dtype (safetensors name) and global shape of all tensors, by name.
+    """
     return {
         "format": FORMAT,
         "step": step,
@@ -83,7 +88,7 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
             if not is_plain(name, 2) or name == MANIFEST:
                 raise ValueError(f"{MANIFEST} lists the file {name!r}, which is not a plain name")
         base = base_in(manifest)
-        if base and not (_BASE.fullmatch(base["folder"]) and is_plain(base["xxh3"])):
+        if base and not (is_plain(base["xxh3"]) and is_plain(base["file"])):
             raise ValueError(f"{MANIFEST} names the base {base!r:.80}, which is not a plain name")
     return dict(manifest)
 
@@ -97,6 +102,11 @@ def base_in(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
     return base if "step" in manifest else None
 
 
+def base_folder(run: Path, base: Mapping[str, Any]) -> Path:
+    """Return the folder of frozen parameters with this entry in a manifest: ``base/CHECKSUM``."""
+    return run / BASE / str(base["xxh3"])
+
+
 def header(file: Path) -> dict[str, Any]:
     """Return the header of a safetensors file, without reading its data.
 
@@ -108,14 +118,3 @@ def header(file: Path) -> dict[str, Any]:
     with damaged(file.name), safe_open(file, "np"), file.open("rb") as stream:
         content: dict[str, Any] = parsed_json(stream.read(int.from_bytes(stream.read(8), "little")))
         return content
-
-
-def check_header_length(length: int, data: int) -> None:
-    """Raise ValueError if a header of this length cannot be in a file.
-
-    Args:
-        length: as the beginning of the file says, in bytes.
-        data: bytes of the file after its first eight.
-    """
-    if not 0 < length <= min(data, _MOST_HEADER):
-        raise ValueError(f"its header cannot have {length} bytes")

@@ -7,48 +7,37 @@
     base/CHECKSUM/…, final/…        frozen parameters and final weights, in the same way
     recipe.yaml, metrics.jsonl, …   files of the run folder
 
-A manifest is that of the run folder, with the ``attempt`` and, for each file, the checksums of its
-``blocks``.
+A manifest is that of the run folder, with the ``attempt``.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from shutil import disk_usage
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
-from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.bucket import (
-    BLOCK,
-    Bucket,
-    StoredObject,
-    StoreError,
-    check_address,
-    is_address,
-)
+from oneloop.basics.bucket import Bucket, StoreError, check_address, is_address
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import cache_folder, writing
 from oneloop.basics.untrusted import damaged, delete, read_bytes
 from oneloop.checkpoint.manifest import (
+    BASE,
     MANIFEST,
+    base_folder,
     base_in,
-    check_header_length,
     parsed_manifest,
-    read_manifest,
     signed,
 )
-from oneloop.checkpoint.store import name_of, problems_of_files, step_in
+from oneloop.checkpoint.saved_state import state_problems
+from oneloop.checkpoint.store import Store, name_of, problems_of_files, step_in, step_of
+
+if TYPE_CHECKING:
+    from oneloop.checkpoint.ranks import Ranks
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
-BASE = "base"
 FILES = (
     "summary.json",
     "recipe.yaml",
@@ -59,16 +48,6 @@ FILES = (
 )
 """files of the run folder that a mirror holds"""
 ADDRESS = ".address"  # file of a copy in the cache, with the address of the mirror
-# a file of a copy, and the first and the last byte (exclusive) that are needed
-Span = tuple[Path, int, int]
-Block = tuple[str, int]  # name of a file, and number of the block
-Needs = Callable[[Path], Iterable[Span]]
-
-
-def no_needs(folder: Path) -> Iterable[Span]:
-    """Return that no bytes of a checkpoint are needed."""
-    return ()
-
 
 _STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-([0-9]{{8,15}})/{MANIFEST}")
 OURS = re.compile(
@@ -79,51 +58,6 @@ OURS = re.compile(
 
 class Damaged(ValueError):
     """An error: a checkpoint in a mirror is incomplete, or its content differs from a checksum."""
-
-
-class FrozenBase(NamedTuple):
-    """The frozen parameters that a checkpoint refers to."""
-
-    folder: str  # its name in the run folder
-    xxh3: str  # checksum of the file; names its folder in a mirror
-
-
-@dataclass(frozen=True)
-class MirrorManifest:
-    """The manifest of a folder in a mirror; ``content`` is its JSON, without the checksum."""
-
-    content: Mapping[str, Any]
-
-    @property
-    def attempt(self) -> str:
-        """The beginning of the names of its objects: ``OWNER-ATTEMPT``.
-
-        Raises ValueError if the manifest is not of a mirror.
-        """
-        if "attempt" not in self.content:
-            raise ValueError(f"{MANIFEST} is not of a mirror: it names no attempt")
-        return str(self.content["attempt"])
-
-    @property
-    def step(self) -> int | None:
-        """The step of a checkpoint; None for frozen parameters and final weights."""
-        return self.content.get("step")
-
-    @property
-    def base(self) -> FrozenBase | None:
-        """The frozen parameters that a checkpoint refers to; None for other folders."""
-        base = base_in(self.content)
-        return None if base is None else FrozenBase(base["folder"], base["xxh3"])
-
-    @cached_property
-    def files(self) -> dict[str, StoredObject]:
-        """The size and the checksums of its files, by their names in the run folder."""
-        found = {}
-        for name, entry in self.content["files"].items():
-            # The manifest of a folder on the disk lists no blocks.
-            blocks = [*entry.get("blocks", ())]
-            found[name] = StoredObject(int(entry["size"]), entry["xxh3"], blocks)
-        return found
 
 
 def folder_of(step: int) -> str:
@@ -142,7 +76,7 @@ def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def manifest_at(bucket: Bucket, folder: str) -> MirrorManifest:
+def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
     """Return the manifest of a folder of a mirror, after checking that all its objects are there.
 
     Raises:
@@ -151,121 +85,67 @@ def manifest_at(bucket: Bucket, folder: str) -> MirrorManifest:
     """
     try:
         with damaged(MANIFEST):
-            manifest = MirrorManifest(parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")))
-            sizes = bucket.sizes(folder)
-            expected = {f"{manifest.attempt}-{name}": file for name, file in manifest.files.items()}
+            manifest = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}"))
+            attempt = manifest["attempt"]
+            files = manifest["files"].items()
+            expected = {f"{attempt}-{name}": int(entry["size"]) for name, entry in files}
     except (FileNotFoundError, ValueError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
-    if manifest.step != step_in(folder.rpartition("/")[2]):
-        raise Damaged(f"its {MANIFEST} belongs to step {manifest.step}")
-    for name, file in expected.items():
-        if sizes.get(name) != file.size:
-            raise Damaged(f"{name}: expected {file.size} bytes, found {sizes.get(name, 'none')}")
-        if len(file.blocks) != -(-file.size // BLOCK):
-            raise Damaged(f"{name}: {len(file.blocks)} checksums do not cover {file.size} bytes")
+    if manifest.get("step") != step_in(folder.rpartition("/")[2]):
+        raise Damaged(f"its {MANIFEST} belongs to step {manifest.get('step')}")
+    sizes = bucket.sizes(folder)
+    for name, size in expected.items():
+        if sizes.get(name) != size:
+            raise Damaged(f"{name}: expected {size} bytes, found {sizes.get(name, 'none')}")
     return manifest
 
 
-class Copy:
-    """A copy of a folder of a mirror: sparse files, into which the needed blocks are fetched.
-
-    Each block is verified by its checksum. Methods raise OSError and Damaged.
+def fetch(
+    bucket: Bucket, folder: str, path: Path, *, part: int = 0, parts: int = 1
+) -> dict[str, Any]:
+    """Fetch a folder of a mirror, and verify its files; return its manifest.
 
     Args:
         bucket: the mirror.
         folder: the name of the folder there.
-        path: the folder of the copy.
+        path: of the copy. It is deleted before, unless there are several ``parts``.
+        part: number of the files that are fetched: each ``parts``-th one.
+        parts: into which the processes of a host divide the files.
+
+    Raises:
+        Damaged: if it is not intact.
+        OSError: if the mirror cannot be read, or the copy cannot be written.
     """
-
-    def __init__(self, bucket: Bucket, folder: str, path: Path) -> None:
-        self.bucket = bucket
-        self.folder = folder
-        self.path = path
-        self.manifest = manifest_at(bucket, folder)
-
-    def begin(self) -> None:
-        """Create the folder, with everything except the tensors: manifest, headers, other files."""
-        delete(self.path, inside=self.path.parent)
-        self.path.mkdir(parents=True)
-        for name, entry in self.manifest.files.items():
-            # A sparse file takes no space until its blocks are fetched.
-            file = self.path / name
-            file.parent.mkdir(exist_ok=True)  # a file may be in a folder inside this one
-            file.touch()
-            os.truncate(file, entry.size)
-
-            # Fetch the header of a file with tensors; its length is in the first block.
-            needed = entry.size
-            if name.endswith(".safetensors"):
-                self.fill(self.blocks([(file, 0, min(8, entry.size))]))
-                with file.open("rb") as stream:
-                    length = int.from_bytes(stream.read(8), "little")
-                try:
-                    check_header_length(length, entry.size - 8)
-                except ValueError as error:
-                    raise Damaged(f"{name}: {error}") from error
-                needed = 8 + length
-            self.fill(self.blocks([(file, 0, needed)]))
-        (self.path / MANIFEST).write_bytes(signed(self.manifest.content))
-
-    def blocks(self, spans: Iterable[Span]) -> list[Block]:
-        """Return the blocks that cover these spans, without those in other folders."""
-        covering: set[Block] = set()
-        for file, start, end in spans:
-            if file.is_relative_to(self.path):
-                name = file.relative_to(self.path).as_posix()
-                numbers = range(start // BLOCK, -(-end // BLOCK))
-                covering.update((name, number) for number in numbers)
-        return sorted(covering)
-
-    def fill(self, blocks: Iterable[Block]) -> None:
-        """Fetch these blocks, in order of their files."""
-        for name, group in groupby(blocks, key=lambda block: block[0]):
-            entry = self.manifest.files[name]
-            remote = f"{self.folder}/{self.manifest.attempt}-{name}"
-            spans = []  # of bytes
-            for _, number in group:
-                spans.append((number * BLOCK, min(entry.size, (number + 1) * BLOCK)))
-
-            with (self.path / name).open("r+b") as stream:
-                for offset, data in self.bucket.read(remote, spans):
-                    if xxh3_64_hexdigest(data) != entry.blocks[offset // BLOCK]:
-                        raise Damaged(f"{name}: the checksum of the block at {offset} differs")
-                    stream.seek(offset)
-                    stream.write(data)
-
-    def whole(self) -> None:
-        """Fetch everything, if the disk has room for it."""
-        size = sum(entry.size for entry in self.manifest.files.values())
-        there = next(path for path in self.path.parents if path.exists())
-        free = disk_usage(there).free
-        if size > free:
-            raise OSError(f"{size:,} bytes are needed, and {free:,} are free")
-        self.begin()
-        files = self.manifest.files.items()
-        self.fill(self.blocks((self.path / name, 0, entry.size) for name, entry in files))
+    manifest = manifest_at(bucket, folder)
+    if parts == 1:
+        delete(path, inside=path.parent)
+    for name, entry in [*manifest["files"].items()][part::parts]:
+        file = path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        remote = f"{folder}/{manifest['attempt']}-{name}"
+        checksum = bucket.fetch(remote, file, int(entry["size"]))
+        if checksum != entry.get("xxh3"):
+            raise Damaged(f"{name}: expected checksum {entry.get('xxh3')}, found {checksum}")
+    path.mkdir(parents=True, exist_ok=True)
+    (path / MANIFEST).write_bytes(signed(manifest))
+    return manifest
 
 
-def fetch_base(bucket: Bucket, manifest: MirrorManifest, run: Path) -> None:
+def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
     """Fetch the frozen parameters that a checkpoint refers to, unless the run folder has them."""
-    base = manifest.base
-    if base is None:
-        return
-    folder = run / base.folder
-    own = []
-    if not problems_of_files(folder):
-        own = [entry["xxh3"] for entry in read_manifest(folder)["files"].values()]
-    if base.xxh3 not in own:
-        Copy(bucket, f"{BASE}/{base.xxh3}", folder).whole()
+    base = base_in(manifest)
+    if base is not None and problems_of_files(base_folder(run, base)):
+        fetch(bucket, f"{BASE}/{base['xxh3']}", base_folder(run, base))
 
 
 def fetch_files(bucket: Bucket, run: Path) -> None:
     """Fetch the files of the run folder."""
     run.mkdir(parents=True, exist_ok=True)
+    sizes = bucket.sizes("")
     for name in FILES:
         delete(run / name, inside=run)
-        with suppress(FileNotFoundError):
-            bucket.fetch(name, run / name)
+        if name in sizes:
+            bucket.fetch(name, run / name, sizes[name])
 
 
 def local_run(run: str | Path) -> Path:
@@ -367,11 +247,121 @@ def complete(path: Path, *, again: bool = False) -> None:
     try:
         with readable(address, run), FileLock(run / ".lock"):
             bucket = Bucket(address)
-            copy = Copy(bucket, path.relative_to(run).as_posix(), path)
+            folder = path.relative_to(run).as_posix()
             if again or problems_of_files(path):
-                copy.whole()
-            fetch_base(bucket, copy.manifest, run)
+                manifest = fetch(bucket, folder, path)
+            else:
+                manifest = manifest_at(bucket, folder)
+            fetch_base(bucket, manifest, run)
     except Damaged as error:
         raise BadInput(
             f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint"
         ) from error
+
+
+class Fetcher:
+    """Fetches checkpoints of a mirror into hidden folders of a run: each file once per host.
+
+    Args:
+        address: of the mirror.
+        store: the checkpoints folder of the run.
+        ranks: of the run.
+        say: reports damaged checkpoints, on rank 0.
+    """
+
+    def __init__(
+        self, address: str, store: Store, ranks: "Ranks", say: Callable[[str], object]
+    ) -> None:
+        self._bucket = Bucket(address)
+        self._store = store
+        self._ranks = ranks
+        self._say = say
+        self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
+
+    def source(self, path: Path) -> str:
+        """Return where a checkpoint comes from."""
+        step = step_in(path.name[1:].partition(".")[0])
+        return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
+
+    def _agreed(self, act: Callable[[], Any]) -> list[Any]:
+        """Return the results of all ranks. Collective.
+
+        If one fails, raise its error on all ranks: Damaged only if no rank has another error.
+        """
+        mine: tuple[Any, ValueError | Unavailable | None]
+        try:
+            mine = (act(), None)
+        except (OSError, ValueError) as error:
+            kind: type[ValueError] | type[Unavailable] = ValueError
+            if isinstance(error, Damaged):
+                kind = Damaged
+            elif isinstance(error, StoreError) and error.temporary:
+                kind = Unavailable
+            mine = (None, kind(f"{error} (rank {self._ranks.rank})"))
+        every = self._ranks.gather(mine)
+        wrong = [error for _, error in every if error is not None]
+        if wrong:
+            raise min(wrong, key=lambda error: isinstance(error, Damaged))
+        return [result for result, _ in every]
+
+    def newest(self, own: Path | None) -> Path | None:
+        """Return a copy of the newest intact checkpoint; log damaged ones. Collective.
+
+        Args:
+            own: the newest checkpoint of the run folder; only later ones are fetched.
+
+        Returns:
+            The copy; None if there is none.
+
+        Raises:
+            ValueError: if only damaged ones are there, and none in the run folder.
+        """
+        steps = self.later(step_of(own) if own is not None else -1)
+        for step in reversed(steps):
+            try:
+                return self.fetch(step)
+            except Damaged as error:
+                self.damaged.append(step)
+                if self._ranks.is_main:
+                    place = f"{self._bucket.address}/{folder_of(step)}"
+                    self._say(f"checkpoint {place} cannot be used, and was skipped: {error}")
+        if steps and own is None:
+            raise ValueError(
+                f"no intact checkpoint is left in {self._bucket.address}; choose another address"
+            )
+        return None
+
+    def later(self, than: int) -> list[int]:
+        """Return the steps in the mirror after a step, except damaged ones. Collective."""
+        steps = self._agreed(lambda: steps_in(self._bucket) if self._ranks.is_main else [])[0]
+        return [step for step in steps if step > than and step not in self.damaged]
+
+    def fetch(self, step: int) -> Path:
+        """Return a copy of a checkpoint, for the ranks of this host. Collective.
+
+        Raises:
+            Damaged: on all ranks.
+            Unavailable: on all ranks, if the mirror cannot be read now.
+            ValueError: on all ranks, if one cannot read it.
+        """
+        leader = self._ranks.leader
+        leads = self._ranks.rank == leader
+        path = self._store.root / f".{name_of(step)}.{leader}.fetched"
+        self._agreed(lambda: self._store.sweep(f".{leader}.fetched") if leads else None)
+
+        # The ranks of a host divide the files.
+        parts = self._ranks.gather(leader).count(leader)
+        part = self._ranks.rank - leader
+        fetched = self._agreed(
+            lambda: fetch(self._bucket, folder_of(step), path, part=part, parts=parts)
+        )
+
+        def complete() -> None:
+            wrong = state_problems(path)
+            if wrong:
+                raise Damaged(wrong[0])
+            if leads:
+                fetch_base(self._bucket, fetched[0], self._store.root.parent)
+
+        self._agreed(complete)
+        return path

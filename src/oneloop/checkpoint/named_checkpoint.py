@@ -3,14 +3,12 @@
 Needs no torch.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import damaged, read_json
-from oneloop.checkpoint.manifest import MANIFEST, base_in, header, read_manifest
+from oneloop.checkpoint.manifest import BASE, MANIFEST, base_folder, base_in, read_manifest
 from oneloop.checkpoint.mirror import complete, local_checkpoint
 from oneloop.checkpoint.store import Store, changed, problems, problems_of_files, step_of
 
@@ -24,7 +22,7 @@ def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
     None if no parameters are frozen.
     """
     entry = base_in(read_manifest(checkpoint))
-    return None if entry is None else (checkpoint.parent.parent / entry["folder"], entry)
+    return None if entry is None else (base_folder(checkpoint.parent.parent, entry), entry)
 
 
 def base_problems(checkpoint: Path) -> list[str]:
@@ -33,66 +31,30 @@ def base_problems(checkpoint: Path) -> list[str]:
     if recorded is None:
         return []
     folder, entry = recorded
-    wrong = changed(folder, {file_of(entry): entry}) or problems_of_files(folder)
-    return [f"{folder.name}/{line}" for line in wrong]
-
-
-def file_of(entry: Mapping[str, Any]) -> str:
-    """Return the file name in a manifest entry of frozen parameters."""
-    return NAMED if entry.get("file") == NAMED else FILE
+    wrong = changed(folder, {entry["file"]: entry}) or problems_of_files(folder)
+    return [f"{BASE}/{folder.name}/{line}" for line in wrong]
 
 
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's base model; None if the checkpoint does not refer to one.
 
     It has a ``place``, with ``files`` or ``commit``, and the ``names`` of its parameters.
-    """
-    recorded = base_of(checkpoint)
-    if recorded is None or file_of(recorded[1]) != NAMED:
-        return None
-    return _origin_in(recorded[0])
-
-
-def _origin_in(folder: Path) -> dict[str, Any]:
-    """Return the base model that a folder refers to.
 
     Raises ValueError if its file is missing or of another form.
     """
+    recorded = base_of(checkpoint)
+    if recorded is None or recorded[1]["file"] != NAMED:
+        return None
+    folder = recorded[0]
     try:
         with damaged(NAMED):
-            found: dict[str, Any] = read_json(folder / NAMED)
-            found["names"] = [str(name) for name in found["names"]]
+            about: dict[str, Any] = read_json(folder / NAMED)
+            about["names"] = [str(name) for name in about["names"]]
     except OSError as error:
         raise ValueError(
             f"the base model in {folder} is unknown: {NAMED}: {error.strerror}"
         ) from error
-    return found
-
-
-def names_in(folder: Path) -> set[str]:
-    """Return the names of the frozen parameters that a folder contains or refers to."""
-    if not (folder / FILE).exists():
-        return {f"model.{name}" for name in _origin_in(folder)["names"]}
-    return set(header(folder / FILE)) - {"__metadata__"}
-
-
-def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """Return a folder for frozen parameters that none of the checkpoints names.
-
-    It is ``base``, ``base-2``, …
-    """
-    named = set()
-    for checkpoint in checkpoints:
-        with suppress(ValueError):  # a damaged one refers to none
-            recorded = base_of(checkpoint)
-            if recorded is not None:
-                named.add(recorded[0].name)
-    name = "base"
-    number = 1
-    while name in named:
-        number += 1
-        name = f"base-{number}"
-    return run / name
+    return about
 
 
 FINAL = "final"

@@ -164,10 +164,11 @@ def try_optimizer(
             process_index=0, local_process_index=0, num_processes=1, device=like.device
         )
         with TemporaryDirectory() as folder:
-            checkpoints = Checkpoints(
-                Path(folder), cast(Accelerator, alone), settings=settings, sync=True, max_failures=0
-            )
-            checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
+            accelerator = cast(Accelerator, alone)
+            checkpoints = Checkpoints(Path(folder), accelerator, settings=settings, sync=True)
+            problem = checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
+            if problem:
+                raise OSError(problem)
             expected = toy.train(_SAVED + 1, _STEPS)
 
             # Train a second toy from the checkpoint.
@@ -187,11 +188,8 @@ def try_optimizer(
 
 def _share(toy: _Toy) -> float:
     """Return the elements of the state per parameter, without numbers such as the step."""
-    elements = 0
-    for state in toy.optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.ndim:
-                elements += value.numel()
+    tensors = optimizer_tensors(toy.model, toy.optimizer).values()
+    elements = sum(tensor.numel() for tensor in tensors if tensor.ndim)
     return elements / sum(parameter.numel() for parameter in toy.model.parameters())
 
 

@@ -120,11 +120,10 @@ def optimizer_values(
             _check_plain(value, key, one)
         if plain["own"]:
             own[owner] = encoded(plain["own"])
-    values = {"parameters": parameters, "groups": groups, "own": own}
-    values["kinds"] = kinds_of(optimizer)
-    if settings is None:
-        values["members"] = members_of(model, optimizer)
-    return values
+    lines = kinds_of(optimizer)
+    if settings is None or any(groups):
+        lines = groups_in(model, optimizer)
+    return {"parameters": parameters, "groups": groups, "own": own, "optimizers": lines}
 
 
 def _named(owner: str, path: Any, value: Any) -> Any:
@@ -134,16 +133,16 @@ def _named(owner: str, path: Any, value: Any) -> Any:
     return {"tensor": own_name(owner, path), "on_host": value.device.type == "cpu"}
 
 
-def members_of(model: nn.Module, optimizer: Optimizers) -> list[str]:
-    """Return for each parameter group a hash of its parameters' names, in any order."""
+def groups_in(model: nn.Module, optimizer: Optimizers) -> list[str]:
+    """Return for each parameter group its optimizer, and a hash of its parameters' names."""
     names: dict[int, list[str]] = {}
     for name, _, group, _ in optimized(model, optimizer):
         names.setdefault(id(group), []).append(name)
-    hashes = []
-    for _, group in groups_of(optimizer):
-        own = sorted(names.get(id(group), []))
-        hashes.append(xxh3_64_hexdigest("\n".join(own).encode()))
-    return hashes
+    lines = []
+    for one, group in groups_of(optimizer):
+        own = "\n".join(sorted(names.get(id(group), [])))
+        lines.append(f"{type(plain_optimizer(one)).__name__} {xxh3_64_hexdigest(own.encode())}")
+    return lines
 
 
 def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
@@ -169,7 +168,7 @@ def load_values(
         values: the result.
         model: as there.
         optimizer: as there, with its tensors by parameter.
-        tensors: those that belong to no parameter, by name, on the host.
+        tensors: the result of :func:`optimizer_targets`.
     """
     # Let each optimizer take what it has added to its state_dict(), and keep its tensors: torch
     # would change their dtypes.
@@ -219,9 +218,13 @@ def optimizer_targets(
 ) -> dict[str, Tensor]:
     """Return the tensors of the state of optimizers by their saved names.
 
-    Create those that only the checkpoint has; delete those that it does not have.
+    Create those that only the checkpoint has; delete those that it does not have. Those that belong
+    to no parameter are new, and on the host.
     """
     targets = {}
+    for name, about in saved.items():
+        if name.startswith(OWN):
+            targets[name] = torch.empty(about.size, dtype=about.properties.dtype)
     for name, parameter, group, one in optimized(model, optimizer):
         prefix = f"optimizer.{name}."
         known = one.state[parameter]
@@ -238,15 +241,6 @@ def optimizer_targets(
                 known[key] = _empty_entry(saved[entry], parameter, key, group)
             targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
     return targets
-
-
-def own_targets(saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return new tensors for those of a checkpoint that belong to no parameter, by name."""
-    own = {}
-    for name, about in saved.items():
-        if name.startswith(OWN):
-            own[name] = torch.empty(about.size, dtype=about.properties.dtype)
-    return own
 
 
 def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from oneloop.basics.side_copies import SideCopy
+from oneloop.checkpoint.ranks import Ranks
 
 Tensors = Mapping[str, Tensor]
 NAMES = {
@@ -41,26 +42,20 @@ class Piece:
 
 
 def pieces(
-    tensors: Tensors,
-    *,
-    rank: int,
-    ranks: int,
-    of_rank_0: Collection[str] = frozenset(),
-    only_here: Tensors | None = None,
+    tensors: Tensors, ranks: Ranks, *, of_rank_0: Collection[str], only_here: Tensors
 ) -> list[Piece]:
     """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes.
     No communication.
 
     Args:
         tensors: all tensors, in the same order on all ranks.
-        rank: of this process.
-        ranks: their number.
+        ranks: of the run.
         of_rank_0: names of tensors that may differ between ranks, since a forward changes them;
             rank 0 writes them.
         only_here: tensors that only this rank has.
     """
     mine = []
-    load = [0] * ranks  # bytes of unsharded tensors, by rank
+    load = [0] * ranks.count  # bytes of unsharded tensors, by rank
     for name, tensor in tensors.items():
         steady = name not in of_rank_0
 
@@ -80,9 +75,9 @@ def pieces(
         # The rank with the least bytes so far writes an unsharded tensor.
         owner = load.index(min(load)) if steady else 0
         load[owner] += tensor.numel() * tensor.element_size() + 1
-        if owner == rank:
+        if owner == ranks.rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim, steady))
-    for name, tensor in (only_here or {}).items():
+    for name, tensor in only_here.items():
         mine.append(Piece(name, tensor, (0,) * tensor.ndim))
     # keeps every tensor aligned
     return sorted(mine, key=lambda piece: -piece.tensor.element_size())

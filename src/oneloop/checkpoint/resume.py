@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.rank_buffers import RankBuffers
+from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
     buffers_of,
@@ -45,18 +46,6 @@ from oneloop.checkpoint.store import step_in
 GENERATORS = "random generators"  # their name in a checkpoint
 
 
-class Average(Protocol):
-    """An EMA: its tensors, saved in addition to its ``state_dict``."""
-
-    name: str
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return its tensors by their names in a checkpoint."""
-
-    def begin(self, names: Collection[str]) -> None:
-        """Reset these tensors of the EMA to the current weights."""
-
-
 class RunState:
     """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
@@ -65,8 +54,9 @@ class RunState:
             several models use is saved once.
         optimizer: the optimizer of its parameters, or several by name. A parameter may have only
             one optimizer.
-        emas: EMAs of its parameters, with different names. Each is of one model. Those in ``parts``
-            need not be given here, and the others become parts by their names.
+        emas: EMAs of its parameters (:class:`oneloop.ema.EMA`), with different names. Each is of
+            one model. Those in ``parts`` need not be given here, and the others become parts by
+            their names.
         parts: components by name. Each has a ``state_dict`` of plain values and may have
             ``load_state_dict``, and ``check_state_dict``, which rejects a saved state by ValueError
             before anything is loaded. Its ``files``, if any, are flushed to disk before a
@@ -89,7 +79,7 @@ class RunState:
         model: Models,
         optimizer: Optimizers,
         *,
-        emas: Sequence[Average] = (),
+        emas: Sequence[Any] = (),
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
@@ -102,23 +92,21 @@ class RunState:
 
         # The counters of an EMA are a part, and its tensors are saved, too.
         self.parts = dict(parts)
-        averages: list[Any] = []
-        for part in self.parts.values():
+        averages: dict[int, Any] = {}  # by identity: one may be given twice
+        for part in [*parts.values(), *emas]:
             if hasattr(part, "tensors") and hasattr(part, "begin"):
-                averages.append(part)
-        averages += [ema for ema in emas if all(ema is not one for one in averages)]
-        for ema in averages:
-            if all(ema is not one for one in self.parts.values()):
+                averages[id(part)] = part
+        for ema in averages.values():
+            if all(ema is not part for part in self.parts.values()):
                 if ema.name in self.parts:
                     raise ValueError(
                         f"the EMA {ema.name} has the name of another part; give it another name"
                     )
                 self.parts[ema.name] = ema
-        self.emas: Sequence[Average] = averages
-        count = sum(len(ema.tensors()) for ema in averages)
-        if len(self._extra()) < count:
+        self.emas: Sequence[Any] = [*averages.values()]
+        if len(self._extra()) < sum(len(ema.tensors()) for ema in self.emas):
             raise ValueError(
-                f"the EMAs have the names {', '.join(ema.name for ema in averages)}, with which "
+                f"the EMAs have the names {', '.join(ema.name for ema in self.emas)}, with which "
                 "tensors of two EMAs have one name in a checkpoint; give them other names"
             )
         for name in self.parts.keys() & {"optimizer", GENERATORS}:
@@ -195,7 +183,7 @@ class RunState:
         for part in self.parts.values():
             files += getattr(part, "files", ())
         if checkpoints.settings is None:
-            plain[GENERATORS] = checkpoints.gather(random_states(checkpoints.device))
+            plain[GENERATORS] = checkpoints.gather(random_states(checkpoints.ranks.device))
         checkpoints.save(
             step,
             self.model,
@@ -216,9 +204,9 @@ class RunState:
         tensors = model_tensors(self.model, frozen=False) | self._extra()
         mine = pieces(
             tensors | optimizer_tensors(self.model, self.optimizer),
-            rank=checkpoints.rank,
-            ranks=checkpoints.ranks,
-            of_rank_0=buffers_of(self.model, self._extra()),
+            checkpoints.ranks,
+            of_rank_0=buffers_of(self.model, tensors),
+            only_here={},
         )
         of_rank = sum(buffer.nbytes for buffer in self.model.buffers())
         return header_of(mine)[1] + of_rank
@@ -230,13 +218,6 @@ class RunState:
         """
         buffers = self._buffers.targets(folder)
         load_tensors(folder, self.model, extra=self._extra() | buffers)
-
-    def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
-        """Return the bytes of a checkpoint's files that this rank reads."""
-        needed: list[tuple[Path, int, int]] = []
-        extra = self._extra() | self._buffers.targets(folder)
-        load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
-        return needed
 
     def _check_state(self, saved: Mapping[str, Any]) -> None:
         """Let the components reject their saved state before tensors are loaded."""
@@ -268,7 +249,7 @@ class RunState:
         """
         # Find the checkpoint.
         if asked in ("auto", "never"):
-            path = checkpoints.newest(self.needs)
+            path = checkpoints.newest()
         else:
             path = local_checkpoint(asked)
         if path is None:
@@ -306,35 +287,36 @@ class RunState:
                 part.restart()
         if checkpoints.complete:
             _report_others(saved.keys() - {"optimizer", GENERATORS}, self.parts.keys(), say)
-        ranks = there["about"].get("ranks")
-        if buffers and ranks != checkpoints.ranks:
+        before = there["about"].get("ranks")
+        ranks = checkpoints.ranks
+        if buffers and before != ranks.count:
             say(
-                f"the run had {ranks} processes and continues on {checkpoints.ranks}, each with "
+                f"the run had {before} processes and continues on {ranks.count}, each with "
                 "the buffers of rank 0; if training changes them, it differs from a run without a "
                 "stop"
             )
         if checkpoints.settings is None:
-            _restore_generators(saved.get(GENERATORS, []), checkpoints, step_in(path.name), say)
+            _restore_generators(saved.get(GENERATORS, []), ranks, step_in(path.name), say)
         source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path
         say(f"resuming from {source}")
         return saved
 
 
 def _restore_generators(
-    states: Sequence[Any], checkpoints: Checkpoints, step: int | None, say: Callable[[str], None]
+    states: Sequence[Any], ranks: Ranks, step: int | None, say: Callable[[str], None]
 ) -> None:
     """Restore the states of this rank's random generators."""
     # Another kind of device has other generators, too.
-    device = checkpoints.device
-    ranks = len(states)
-    own = states[checkpoints.rank] if ranks == checkpoints.ranks else ()
+    device = ranks.device
+    count = len(states)
+    own = states[ranks.rank] if count == ranks.count else ()
     if len(own) == len(random_states(device)):
         set_random_states(own, device)
         return
-    reseed(device, torch.initial_seed(), step or 0, checkpoints.rank, others=True)
+    reseed(device, torch.initial_seed(), step or 0, ranks.rank, others=True)
     say(
-        f"the checkpoint has the random generators of {ranks} processes, and there are "
-        f"{checkpoints.ranks} on {device.type}: they are seeded by seed, step and rank, so dropout "
+        f"the checkpoint has the random generators of {count} processes, and there are "
+        f"{ranks.count} on {device.type}: they are seeded by seed, step and rank, so dropout "
         "draws other numbers than in a run without a stop"
     )
 

@@ -1,13 +1,8 @@
 """One save of a checkpoint by all ranks: the request to a rank's writing process, and its answer.
 
-Rank 0 waits for the shards of the others. Both ways to write use it:
-:mod:`oneloop.checkpoint.writer` to a disk, and :mod:`oneloop.checkpoint.uploads` to a mirror. Needs
-no torch.
+Needs no torch.
 """
 
-import json
-import time
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,60 +58,8 @@ class News:
     taken: bool = False  # another process owns the mirror now
 
 
-@dataclass(frozen=True)
-class UploadSettings:
-    """What a writing process needs to know about the mirror."""
-
-    address: str
-    run: str  # the run folder
-    limit: float  # bytes per second of this process; 0: none
-    counts: bool  # checkpoints are written only there
-
-    lease: tuple[int, Mapping[str, Any]]  # number and description of the run's :class:`Lease`
-    owns: bool  # this process renews the lease, and copies
-
-
-class Gone(Exception):
-    """An error: another rank's shard failed, or this save was cancelled."""
-
-
 def padded(header: str) -> bytes:
     """Return the beginning of a safetensors file: the length of its header, and the header."""
     text = header.encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def gathered(
-    names: Callable[[], Collection[str]],
-    read: Callable[[str], bytes],
-    ranks: int,
-    cancelled: Callable[[], bool],
-    pause: float = 0.01,
-) -> dict[str, Any]:
-    """Wait for the manifest entries of the other ranks' shards; return them by file name.
-
-    Args:
-        names: returns the names of the files in the draft.
-        read: returns the content of one of them.
-        ranks: number of ranks, with rank 0.
-        cancelled: returns whether to give up.
-        pause: seconds between two looks.
-
-    Raises:
-        Gone: if a rank failed, or the save was cancelled.
-    """
-    entries: dict[str, Any] = {}
-    while len(entries) < ranks - 1:
-        there = names()
-        for rank in range(1, ranks):
-            shard = f"rank-{rank:05d}"
-            if f"{shard}.safetensors" not in entries and f"{shard}.json" in there:
-                entries[f"{shard}.safetensors"] = json.loads(read(f"{shard}.json"))
-            if f"{shard}.failed" in there:
-                raise Gone(f"rank {rank} could not write its shard")
-        if cancelled():
-            raise Gone("another rank could not write its shard")
-        if len(entries) < ranks - 1:
-            time.sleep(pause)
-    return entries

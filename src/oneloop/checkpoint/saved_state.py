@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics.untrusted import damaged, read_json
-from oneloop.checkpoint.store import Store
+from oneloop.checkpoint.store import Store, problems
 
 STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
@@ -34,19 +34,19 @@ def state_problems(folder: Path) -> list[str]:
     return []
 
 
-def newest_intact(store: Store, say: Callable[[str], None]) -> tuple[str | None, str | None]:
+def newest_intact(store: Store, say: Callable[[str], None]) -> tuple[Path | None, str | None]:
     """Return the newest intact checkpoint of a store, and an error if all are damaged.
 
     Delete drafts. Report damaged checkpoints and set them aside, unless nothing would be left.
     """
     # Find it.
     store.sweep(".draft")
-    chosen: str | None = None
+    chosen: Path | None = None
     damaged = []
-    for path, found in store.newest_good():
-        wrong = found or state_problems(path)
+    for path in reversed(store.sealed()):
+        wrong = problems(path) or state_problems(path)
         if not wrong:
-            chosen = str(path)
+            chosen = path
             break
         report = f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}"
         damaged.append((path, report))

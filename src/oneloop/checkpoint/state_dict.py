@@ -8,8 +8,7 @@ If there are several models, a parameter or buffer is called ``<model>.<name>`` 
 """
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
@@ -25,15 +23,14 @@ from oneloop.basics.tensors import (
     NamedModels,
     Optimizers,
     as_real,
-    groups_of,
     kinds_of,
     named,
     of_shape,
 )
 from oneloop.basics.untrusted import damaged
-from oneloop.checkpoint.manifest import header, read_manifest
+from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
-from oneloop.checkpoint.optimizer_values import members_of, optimizer_targets, own_targets
+from oneloop.checkpoint.optimizer_values import groups_in, optimizer_targets
 from oneloop.checkpoint.pieces import NAMES, Tensors
 from oneloop.checkpoint.rank_buffers import PREFIX, buffer_in
 
@@ -122,26 +119,17 @@ def reject_others(
             "the checkpoint, by the same names"
         )
 
-    # Compare the number of groups, unless all their entries come from the recipe.
+    # Compare classes, and the parameters of groups whose entries are saved.
     if optimizer is None or values is None:
         return
-    saved = len(values["groups"])
-    own = len(groups_of(optimizer))
-    if saved != own and any(values["groups"]):
+    own = kinds_of(optimizer)
+    if own != values["optimizers"]:
+        own = groups_in(model, optimizer)
+    if own != values["optimizers"]:
         raise ValueError(
-            f"{folder} has {saved} parameter groups, but {own} are given; create the same groups"
-        )
-    kinds = kinds_of(optimizer)
-    if values["kinds"] != kinds:
-        raise ValueError(
-            f"{folder} has the state of {', '.join(values['kinds'])}, but {', '.join(kinds)} is "
-            "given; create the optimizer that was saved"
-        )
-    members = members_of(model, optimizer)
-    if values.get("members", members) != members:
-        raise ValueError(
-            f"{folder} has {saved} parameter groups with other parameters, or in another order, "
-            "so each would get the settings of another; create the same groups"
+            f"{folder} has the state of {', '.join(values['optimizers'])}, but {', '.join(own)} is "
+            "given (the class of each optimizer, or of each parameter group and a hash of the "
+            "names of its parameters); create the optimizer that was saved"
         )
 
 
@@ -150,27 +138,19 @@ def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
     return {name: (NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def buffers_of(model: nn.Module, averages: Mapping[str, Tensor]) -> set[str]:
-    """Return the checkpoint names of buffers, and of their EMAs among ``averages``.
+def buffers_of(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those of the names in a checkpoint that are of buffers, or of EMAs of buffers.
 
     Each rank updates them separately (BatchNorm statistics).
     """
-    # A buffer that modules share may be saved by any of its names.
-    found = {f"model.{name}" for name in _buffer_names(model)}
-
-    # An EMA has the names within its model, which may be one of several.
+    # A buffer that modules share may be saved by any of its names. An EMA has the names within its
+    # model, which may be one of several.
     models = model.children() if isinstance(model, NamedModels) else [model]
-    tails: tuple[str, ...] = ()
-    for one in models:
-        tails += tuple(f".{name}" for name in _buffer_names(one))
-    for name, tensor in averages.items():
-        if tails and name.endswith(tails) and not isinstance(tensor, DTensor):
-            found.add(name)
-    return found
-
-
-def _buffer_names(model: nn.Module) -> list[str]:
-    return [bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False)]
+    ends: list[str] = []
+    for module in models:
+        for name, _ in module.named_buffers(remove_duplicate=False):
+            ends.append(f".{bare_name(name)}")
+    return {name for name in names if name.endswith(tuple(ends))}
 
 
 @torch.no_grad()
@@ -182,7 +162,6 @@ def load_tensors(
     extra: Mapping[str, Tensor] | None = None,
     weights: str = "raw",
     cast: bool = False,
-    needed: list[tuple[Path, int, int]] | None = None,
 ) -> dict[str, Tensor]:
     """Load tensors in place from a checkpoint of any number of processes.
 
@@ -195,11 +174,9 @@ def load_tensors(
         extra: other tensors, by their names in the checkpoint.
         weights: ``raw``, or the name of an EMA to load instead.
         cast: convert dtypes.
-        needed: load nothing, but append the files and the bytes (first, last) that this rank reads;
-            only the headers must exist.
 
     Returns:
-        The tensors of the optimizers that belong to no parameter, by name, on the host.
+        The tensors of the optimizers, by name.
 
     Raises:
         ValueError: if the model does not match.
@@ -209,12 +186,7 @@ def load_tensors(
 
         # Read the headers.
         folders, elsewhere = _folders(folder)
-        readers = []
-        for path in folders:
-            if needed is None:
-                readers.append(HuggingFaceStorageReader(str(path)))
-            else:
-                readers.append(_Needs(str(path), needed))
+        readers = [HuggingFaceStorageReader(str(path)) for path in folders]
         held = [reader.read_metadata().state_dict_metadata for reader in readers]
         saved: dict[str, Any] = {}
         for several in held:
@@ -235,8 +207,7 @@ def load_tensors(
                 targets[name] = of_shape(tensor, saved[name].size)
         of_optimizers: dict[str, Tensor] = {}
         if optimizer is not None:
-            targets |= optimizer_targets(model, optimizer, saved)
-            of_optimizers = own_targets(saved)
+            of_optimizers = optimizer_targets(model, optimizer, saved)
 
         # Load; each rank reads its own shards, without communication.
         targets |= of_optimizers
@@ -296,41 +267,11 @@ def _averaged(
         average = f"ema.{weights}.{name.removeprefix('model.')}"
         averaged[average if average in saved else name] = target
     if averaged.keys() == targets.keys():  # no name was replaced
+        averages = [name for name in saved if name.startswith("ema.")]
         raise ValueError(
-            f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}"
+            f"{folder} has no EMA {weights!r}; its tensors of EMAs are {averages[:3] or 'none'}"
         )
     return averaged
-
-
-class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
-    """Appends the bytes that a plan reads to ``needed``, instead of reading them."""
-
-    def __init__(self, path: str, needed: list[tuple[Path, int, int]]) -> None:
-        super().__init__(path)
-        self.needed = needed
-
-    def read_data(self, plan: Any, planner: Any) -> Any:
-        """List the bytes of a plan, and read nothing."""
-        headers = {}
-        for item in plan.items:
-            file = Path(self.storage_data[item.storage_index].relative_path)
-            if file not in headers:
-                headers[file] = header(file)
-            entries = headers[file]
-            entry = entries[item.storage_index.fqn]
-
-            # The tensors are at the end of the file; offsets count from the first one.
-            ends = [one["data_offsets"][1] for one in entries.values() if "dtype" in one]
-            first = file.stat().st_size - max(ends)
-            start = first + entry["data_offsets"][0]
-            end = first + entry["data_offsets"][1]
-            # Of a tensor with rows, only some may be needed; they are contiguous.
-            if entry["shape"] and end > start:
-                row = (end - start) // entry["shape"][0]
-                start += row * item.storage_offsets[0]
-                end = start + row * item.lengths[0]
-            self.needed.append((file, start, end))
-        return super().read_data(replace(plan, items=[]), planner)
 
 
 def _folders(folder: Path) -> tuple[list[Path], set[str]]:
@@ -340,17 +281,3 @@ def _folders(folder: Path) -> tuple[list[Path], set[str]]:
         return [folder], {f"model.{name}" for name in named["names"]}
     base = base_of(folder)
     return [folder] if base is None else [folder, base[0]], set()
-
-
-def averages_in(saved: Mapping[str, Any]) -> list[str]:
-    """Return the names of the EMAs among these tensor names."""
-    # ``.layer.weight`` of ``model.layer.weight`` and ``ema.NAME.layer.weight``
-    tails = [name.removeprefix("model") for name in saved if name.startswith("model.")]
-    names: dict[str, None] = {}  # in order
-    for name in saved:
-        if not name.startswith("ema."):
-            continue
-        for tail in tails:
-            if name.endswith(tail):
-                names[name.removeprefix("ema.").removesuffix(tail)] = None
-    return list(names)

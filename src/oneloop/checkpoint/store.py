@@ -5,20 +5,19 @@ Needs no torch.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from xxhash import xxh3_128, xxh3_128_hexdigest
+from xxhash import xxh3_128
 
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.untrusted import damaged, delete
 from oneloop.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
-    Entries,
-    manifest_of,
     read_manifest,
     signed,
 )
@@ -26,6 +25,7 @@ from oneloop.checkpoint.retention import Keep
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
 _CHUNK = 1 << 22  # bytes
+_FLUSHED = 1 << 28  # bytes between two flushes, so that the last one does not take long
 
 
 def name_of(step: int) -> str:
@@ -66,11 +66,84 @@ def flush(path: Path) -> None:
 
 def write_file(file: Path, content: bytes) -> dict[str, Any]:
     """Write and flush a file; return its manifest entry."""
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
+    return write_pieces(file, [memoryview(content)])
+
+
+def write_pieces(file: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
+    """Write and flush a file, without a buffer; return its manifest entry.
+
+    Args:
+        file: to write.
+        pieces: its content.
+    """
+    state = xxh3_128()
+    with file.open("wb", buffering=0) as stream:
+        for piece in pieces:
+            state.update(piece)
+            written = 0
+            while written < len(piece):
+                written += stream.write(piece[written:])
+            if stream.tell() % _FLUSHED < len(piece):
+                os.fsync(stream.fileno())
         os.fsync(stream.fileno())
-    return {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
+        return {"size": stream.tell(), "xxh3": state.hexdigest()}
+
+
+class Draft:
+    """The files of a checkpoint that is not complete.
+
+    Args:
+        store: the checkpoints.
+        path: of the folder with the files.
+    """
+
+    pause = 0.01  # seconds between two looks for the shards of other ranks
+
+    def __init__(self, store: Any, path: Path) -> None:
+        self.store = store
+        self.path = path
+
+    def names(self) -> list[str]:
+        """Return the names of its files."""
+        return os.listdir(self.path)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file."""
+        return (self.path / name).read_bytes()
+
+    def put(self, name: str, content: bytes) -> dict[str, Any]:
+        """Write a small file atomically; return its manifest entry."""
+        draft = self.path / f".{name}"
+        entry = write_file(draft, content)
+        draft.rename(self.path / name)
+        return entry
+
+    def write(self, name: str, pieces: Iterable[memoryview], size: int = 0) -> dict[str, Any]:
+        """Write and flush a file; return its manifest entry."""
+        return write_pieces(self.path / name, pieces)
+
+    def seal(self, manifest: dict[str, Any], flushed: Iterable[str] = ()) -> None:
+        """Commit a checkpoint whose files are flushed.
+
+        Write the manifest, flush, rename the folder, flush: after a crash at any moment, the
+        checkpoint is complete or is not there.
+
+        Args:
+            manifest: of the checkpoint. Files that it does not list are deleted.
+            flushed: other files, to which its state refers.
+        """
+        for file in flushed:
+            with suppress(OSError):  # it may not exist
+                flush(Path(file))
+        for name in set(self.names()) - set(manifest["files"]):
+            (self.path / name).unlink()
+        write_file(self.path / MANIFEST, signed(manifest))
+        flush(self.path)
+        sealed = self.store.root / name_of(manifest["step"])
+        if sealed.exists():  # an older one of the same step, which a resume skipped
+            sealed.rename(self.store.root / f".{sealed.name}.replaced")
+        self.path.rename(sealed)
+        flush(self.store.root)
 
 
 class Store:
@@ -78,42 +151,18 @@ class Store:
 
     >>> store = Store(Path("runs/digits/checkpoints"))
     >>> draft = store.draft(500)
-    >>> (draft / "weights").write_bytes(b"…")
-    >>> store.seal(draft, 500, {...})
+    >>> files = {"weights": draft.put("weights", b"…")}
+    >>> draft.seal(manifest_of(500, files, {...}))
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def draft(self, step: int, attempt: int = 0) -> Path:
-        """Return the folder for an incomplete checkpoint; create it if it is missing."""
+    def draft(self, step: int, attempt: int = 0) -> Draft:
+        """Return the draft of a checkpoint; create its folder if it is missing."""
         path = self.root / f".{name_of(step)}.{attempt}.draft"
         path.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def seal(
-        self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None
-    ) -> Path:
-        """Commit a checkpoint whose files are flushed; return its folder.
-
-        Write the manifest, flush, rename the folder, flush: after a crash at any moment, the
-        checkpoint is complete or is not there.
-
-        Args:
-            draft: the folder with its files.
-            step: its number.
-            files: manifest entries (size and checksum) of its files, by name.
-            about: describes the content for readers.
-            tensors: dtype (safetensors name) and global shape of all tensors, by name.
-        """
-        write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
-        flush(draft)
-        sealed = self.root / name_of(step)
-        if sealed.exists():  # an older one of the same step, which a resume skipped
-            sealed.rename(self.root / f".{sealed.name}.replaced")
-        draft.rename(sealed)
-        flush(self.root)
-        return sealed
+        return Draft(self, path)
 
     def sealed(self) -> list[Path]:
         """Return the committed checkpoints, oldest first; :func:`problems` verifies them."""
@@ -156,11 +205,6 @@ class Store:
                 f"the damaged {path} cannot be renamed ({error.strerror}); make its folder writable"
             ) from error
         return renamed
-
-    def newest_good(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield the committed checkpoints, newest first, each with its problems, if any."""
-        for path in reversed(self.sealed()):
-            yield path, problems(path)
 
 
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
@@ -221,24 +265,20 @@ def problems(folder: Path) -> list[str]:
     """
     try:
         with damaged(MANIFEST):
-            return _problems(folder, read_manifest(folder))
+            manifest = read_manifest(folder)
+            links = [path.name for path in folder.iterdir() if path.is_symlink()]
+            wrong = [f"{name}: a link, which may lead elsewhere" for name in links]
+            if "step" not in manifest:
+                wrong.append("its manifest is not that of a checkpoint")
+            elif step_in(folder.name) not in (None, manifest["step"]):
+                wrong.append(f"its manifest belongs to step {manifest['step']}")
+            if wrong:
+                return wrong
+
+            # The files are those of the manifest.
+            names = {path.name for path in folder.iterdir()}
+            unknown = names - set(manifest["files"]) - {MANIFEST}
+            wrong = [f"{name}: not in the manifest" for name in sorted(unknown)]
+            return changed(folder, manifest["files"]) + wrong
     except (ValueError, OSError) as error:
         return [f"{MANIFEST} is damaged, or not of oneloop ({error})"]
-
-
-def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    # Links and the step need no reading of files.
-    links = [path.name for path in folder.iterdir() if path.is_symlink()]
-    wrong = [f"{name}: a link, which may lead elsewhere" for name in links]
-    if "step" not in manifest:
-        wrong.append("its manifest is not that of a checkpoint")
-    elif _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
-        wrong.append(f"its manifest belongs to step {manifest['step']}")
-    if wrong:
-        return wrong
-
-    # The files are those of the manifest.
-    wrong = changed(folder, manifest["files"])
-    unknown = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
-    wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
-    return wrong

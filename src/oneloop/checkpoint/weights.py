@@ -1,6 +1,7 @@
 """Write weights as plain safetensors under the model's own names, and load them."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import HUB, BaseModel, fetched
 from oneloop.basics.bucket import is_address
 from oneloop.basics.files import replacing
-from oneloop.basics.parameter_names import aliases, matches, tied_to
+from oneloop.basics.parameter_names import aliases, bare_name, matches, tied_to
 from oneloop.basics.tensors import scalar_names
 from oneloop.basics.untrusted import read_json
 from oneloop.checkpoint.manifest import MANIFEST, read_manifest
 from oneloop.checkpoint.mirror import FINAL, complete, local_run
 from oneloop.checkpoint.pieces import Tensors
-from oneloop.checkpoint.state_dict import model_tensors
 
 _ADAPTERS = "adapter_model"  # peft's file name for adapters
 _CONFIG = "adapter_config.json"
@@ -44,39 +43,26 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
         model: bare or wrapped.
         origin: a base model: return only the other weights, under the names in peft's files.
     """
-    if origin is not None:
-        return _trained_weights(model, origin)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: Any = get_model_state_dict(model, options=options)
+    main = not dist.is_initialized() or dist.get_rank() == 0
     tied = tied_names(bare(model))
     scalars = scalar_names(bare(model))
     seen = set[int]()
     weights = {}
-    for name, tensor in state.items():
-        if name in tied:
+    for full_name, tensor in model.state_dict().items():
+        name = bare_name(full_name)
+        if name in tied or (origin is not None and name in origin.names):
             continue
-        whole = tensor.reshape(()) if name in scalars else tensor.contiguous()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not main:
+            continue
+        whole = whole.reshape(()) if name in scalars else whole.contiguous()
         # Copy a tensor that shares memory with another, which safetensors rejects.
         data = whole.untyped_storage().data_ptr()
         if data in seen:
             whole = whole.clone()
         seen.add(data)
-        weights[name] = whole
+        weights[name if origin is None else origin.outside(name)] = whole.cpu()
     return weights
-
-
-def _trained_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
-    """Return the weights that the base model does not have. Collective."""
-    weights = {}
-    scalars = scalar_names(bare(model))
-    for full_name, tensor in model_tensors(model).items():
-        name = full_name.removeprefix("model.")
-        if name in origin.names:
-            continue
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        whole = whole.reshape(()) if name in scalars else whole
-        weights[origin.outside(name)] = whole.cpu().clone()
-    return weights if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
 def write_weights(file: Path, weights: dict[str, Tensor]) -> None:
@@ -129,8 +115,7 @@ def load_weights(
 
     # Rename the tensors of adapters: the file has peft's names.
     if origin is not None:
-        about = _config_next_to(file, source)
-        _reject_other_origin(file.parent, source, origin, about)
+        about = _reject_other_origin(file, source, origin)
         names = [name for name in model.state_dict() if name not in origin.names]
         inside = {origin.outside(name): name for name in names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
@@ -177,59 +162,46 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
     folders = [""] if hub else ["final/", ""]
 
     # A file, or a file in a folder or repository.
-    found: Path | None = None
     if Path(source).suffix == ".safetensors" and not hub:
         candidates = [source]
         if Path(source).is_file():
-            found = Path(source)
+            return Path(source)
     else:
         candidates = [f"{source}/{folder}{name}" for folder in folders]
         for folder in folders:
-            found = found or fetched(source, f"{folder}{name}")
+            file = fetched(source, f"{folder}{name}")
+            if file is not None:
+                return file
 
         # A whole model in place of adapters, or adapters in place of a whole model.
-        if found is None:
-            other = "model" if origin is not None else _ADAPTERS
-            if any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
-                if origin is None:
-                    raise ValueError(
-                        f"init.from {source!r} contains adapters, but the model has none; set it "
-                        "as task.model"
-                    )
-                raise ValueError(
-                    f"init.from {source!r} contains a whole model, but the model has only adapters "
-                    "to train; set it as task.model"
-                )
-    if found is None:
-        raise ValueError(
-            f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})"
-        )
-    return found
+        other = "model" if origin is not None else _ADAPTERS
+        if any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
+            found = "adapters, but the model has none"
+            if origin is not None:
+                found = "a whole model, but the model has only adapters to train"
+            raise ValueError(f"init.from {source!r} contains {found}; set it as task.model")
+    raise ValueError(
+        f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})"
+    )
 
 
-def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
-    """Return the content of the adapters' config; empty if there is none."""
+def _reject_other_origin(weights: Path, source: str, origin: BaseModel) -> dict[str, Any]:
+    """Reject adapters of another base model; return the content of their config."""
     if source.startswith(HUB):
-        # Download them next to the weights.
+        # Download it next to the weights.
         fetched(source, _CONFIG)
         fetched(source, MANIFEST)
     file = weights.parent / _CONFIG
-    return dict(read_json(file)) if file.is_file() else {}
-
-
-def _reject_other_origin(
-    folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]
-) -> None:
-    """Reject adapters of another base model."""
-    try:
-        there = read_manifest(folder)["about"].get("base")
-    except ValueError:
-        there = None
-    other = origin.of_another(about, there)
+    about = dict(read_json(file)) if file.is_file() else {}
+    base = None
+    with suppress(ValueError):
+        base = read_manifest(weights.parent)["about"].get("base")
+    other = origin.of_another(about, base)
     if other:
         raise ValueError(
             f"init.from {source!r}: its adapters are for {other}; set task.model to it"
         )
+    return about
 
 
 def _reject_others(
@@ -247,12 +219,10 @@ def _reject_others(
             shapes.append(f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}")
 
     wrong = []
-    if missing:
-        wrong.append(f"missing: {_some(missing)}")
-    if unexpected:
-        wrong.append(f"unexpected: {_some(unexpected)}")
-    if shapes:
-        wrong.append(f"other shape: {_some(shapes)}")
+    lists = {"missing": missing, "unexpected": unexpected, "other shape": shapes}
+    for kind, names in lists.items():
+        if names:
+            wrong.append(f"{kind}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}")
     if wrong:
         raise ValueError(
             f"init.from {source!r}: {file.name} is of another model ({'; '.join(wrong)}); choose "
@@ -270,8 +240,3 @@ def _reject_untied(model: nn.Module, loaded: Tensors, source: str) -> None:
                     f"init.from {source!r}: {there[0]} and {name} are tied in the model, and "
                     "differ in the file; choose weights of the same task.* settings"
                 )
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first names."""
-    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"

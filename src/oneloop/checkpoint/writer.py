@@ -1,46 +1,40 @@
 """Write one rank's shard of a checkpoint in a process without torch.
 
 Rank 0 waits for the others and completes the checkpoint. A shard is one safetensors file, whose
-data section is the staged bytes. Ranks communicate through files in the draft folder, which is on
-shared storage: ``rank-00001.json`` means that a shard is complete, ``rank-00001.failed`` that it
-failed.
+data section is the staged bytes. Ranks communicate through files in the draft, which is on shared
+storage: ``rank-00001.json`` means that a shard is complete, ``rank-00001.failed`` that it failed.
+The draft is on a disk (:class:`oneloop.checkpoint.store.Draft`) or in a bucket
+(:class:`oneloop.checkpoint.uploads.RemoteDraft`).
 """
 
 import json
 import mmap
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any
-
-from xxhash import xxh3_128
 
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
-from oneloop.checkpoint.save_request import (
-    Answer,
-    News,
-    SaveRequest,
-    UploadSettings,
-    gathered,
-    padded,
-)
-from oneloop.checkpoint.store import Store, flush, write_file
+from oneloop.checkpoint.manifest import manifest_of
+from oneloop.checkpoint.save_request import Answer, News, SaveRequest, padded
+from oneloop.checkpoint.store import Draft, Store
 
 _CHUNK = 1 << 22  # bytes
-_FLUSHED = 1 << 28  # bytes between two flushes, so that the last one does not take long
 _PAUSE = 0.25  # seconds between two reports of progress
 
 
+class Gone(Exception):
+    """An error: another rank's shard failed, or this save was cancelled."""
+
+
 def write(
+    draft: Draft,
     request: SaveRequest,
     data: memoryview,
     cancelled: Callable[[], bool] = lambda: False,
@@ -49,6 +43,7 @@ def write(
     """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones.
 
     Args:
+        draft: of the checkpoint, in which all ranks write.
         request: what to write.
         data: the bytes of its tensors.
         cancelled: returns whether rank 0 must not wait for the others any longer.
@@ -58,86 +53,66 @@ def write(
         OSError: if a file cannot be written.
         Gone: if another rank failed, or the save was cancelled.
     """
-    store = Store(Path(request.root))
-    draft = store.draft(request.step, request.attempt)
     shard = f"rank-{request.rank:05d}"
     try:
-        entry = write_tensors(draft / f"{shard}.safetensors", request.header, data, wrote)
-
-        # Publish the entry by a rename, so that rank 0 never reads half of it.
+        entry = write_tensors(draft, f"{shard}.safetensors", request.header, data, wrote)
         if request.rank != 0:
-            write_file(draft / f"{shard}.draft", json.dumps(entry).encode())
-            (draft / f"{shard}.draft").rename(draft / f"{shard}.json")
+            draft.put(f"{shard}.json", json.dumps(entry).encode())
             return
 
         # Wait for the other ranks.
         state = json.dumps(request.state, indent=1).encode()
-        files = {
-            f"{shard}.safetensors": entry,
-            "state.json": write_file(draft / "state.json", state),
-        }
-        files |= gathered(
-            names=lambda: os.listdir(draft),
-            read=lambda name: (draft / name).read_bytes(),
-            ranks=request.ranks,
-            cancelled=cancelled,
-        )
-        for other in range(1, request.ranks):
-            (draft / f"rank-{other:05d}.json").unlink()
+        files = {f"{shard}.safetensors": entry, "state.json": draft.put("state.json", state)}
+        files |= _gathered(draft, request.ranks, cancelled)
     except OSError:
-        try:
-            (draft / f"{shard}.failed").touch()
-        finally:
-            raise
+        # Rank 0, which waits for the shard, then gives up.
+        with suppress(OSError):
+            draft.put(f"{shard}.failed", b"failed")
+        raise
 
-    # Complete the checkpoint: what its state refers to must be on disk before.
-    for file in request.flush:
-        with suppress(OSError):  # it may not exist
-            flush(Path(file))
-    store.seal(draft, request.step, files, request.about, request.tensors)
-    store.prune(request.keep)
+    manifest = manifest_of(request.step, files, request.about, request.tensors)
+    draft.seal(manifest, request.flush)
+    draft.store.prune(request.keep)
 
 
 def write_tensors(
-    file: Path, header: str, data: memoryview, wrote: Callable[[], object]
+    draft: Draft, name: str, header: str, data: memoryview, wrote: Callable[[], object]
 ) -> dict[str, Any]:
-    """Write and flush a safetensors file; return its manifest entry.
+    """Write a safetensors file; return its manifest entry.
 
     Args:
-        file: to write.
+        draft: gets the file.
+        name: of the file.
         header: of the tensors, as JSON.
         data: the bytes of the tensors.
         wrote: called after every few megabytes.
     """
-    head = padded(header)
-    state = xxh3_128()
-    with file.open("wb", buffering=0) as stream:
-        append(stream, state, memoryview(head), wrote)
-        append(stream, state, data, wrote)
-        os.fsync(stream.fileno())
-    return {"size": len(head) + len(data), "xxh3": state.hexdigest()}
+
+    def pieces() -> Iterable[memoryview]:
+        yield memoryview(padded(header))
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]
+            wrote()
+
+    return draft.write(name, pieces(), len(data))
 
 
-def append(
-    stream: FileIO, checksum: xxh3_128, data: memoryview, wrote: Callable[[], object]
-) -> None:
-    """Write bytes to a file without a buffer, a few megabytes at a time.
-
-    Args:
-        stream: the file.
-        checksum: is updated.
-        data: the bytes.
-        wrote: called after every few megabytes.
-    """
-    for start in range(0, len(data), _CHUNK):
-        piece = data[start : start + _CHUNK]
-        checksum.update(piece)
-        written = 0
-        while written < len(piece):
-            written += stream.write(piece[written:])
-        if stream.tell() % _FLUSHED < len(piece):
-            os.fsync(stream.fileno())
-        wrote()
+def _gathered(draft: Draft, ranks: int, cancelled: Callable[[], bool]) -> dict[str, Any]:
+    """Wait for the shards of the other ranks; return their manifest entries by file name."""
+    entries: dict[str, Any] = {}
+    while len(entries) < ranks - 1:
+        names = set(draft.names())
+        for rank in range(1, ranks):
+            shard = f"rank-{rank:05d}"
+            if f"{shard}.safetensors" not in entries and f"{shard}.json" in names:
+                entries[f"{shard}.safetensors"] = json.loads(draft.read(f"{shard}.json"))
+            if f"{shard}.failed" in names:
+                raise Gone(f"rank {rank} could not write its shard")
+        if cancelled():
+            raise Gone("another rank could not write its shard")
+        if len(entries) < ranks - 1:
+            time.sleep(draft.pause)
+    return entries
 
 
 def main() -> None:
@@ -152,7 +127,7 @@ def main() -> None:
         # Only with a mirror: it takes as long as all other imports.
         from oneloop.checkpoint.uploads import Uploads
 
-        uploads = Uploads(UploadSettings(**settings), _report)
+        uploads = Uploads(**settings, news=_report)
     data = memoryview(b"")
 
     while line := sys.stdin.buffer.readline():
@@ -172,32 +147,38 @@ def main() -> None:
             data = memoryview(mmap.mmap(shared, request.size, prot=mmap.PROT_READ))
 
         # Write to the disk, or to the mirror if checkpoints count only there.
+        error = None
         try:
-            save: Callable[..., None] = partial(write, wrote=_Progress())
-            if uploads is not None and uploads.counts:
-                save = uploads.save
-            save(request, data[: request.size], cancelled=_input_waiting)
-            answer = Answer(request.step)
-        except Exception as error:
-            answer = Answer(request.step, error=f"{type(error).__name__}: {error}")
-        _print(asdict(answer))
+            storage: Any = Store(Path(request.root))
+            if uploads is not None:
+                uploads.request = request
+                storage = uploads if uploads.counts else storage
+            draft: Draft = storage.draft(request.step, request.attempt)
+            write(draft, request, data[: request.size], _input_waiting, _progress())
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        _print(asdict(Answer(request.step, error)))
 
         # Copy to the mirror in the background, after the answer.
-        if uploads is not None and not uploads.counts and answer.error is None:
-            uploads.wanted(request)
+        if uploads is not None and not uploads.counts and error is None:
+            uploads.wanted.set()
 
 
-class _Progress:
-    """Reports to the trainer that bytes were written, at most four times a second."""
+def _progress() -> Callable[[], None]:
+    """Return a function that reports to the trainer that bytes were written.
 
-    def __init__(self) -> None:
-        self._last = 0.0
+    It does so at most four times a second.
+    """
+    last = 0.0
 
-    def __call__(self) -> None:
+    def wrote() -> None:
+        nonlocal last
         now = time.monotonic()
-        if now - self._last > _PAUSE:
-            self._last = now
+        if now - last > _PAUSE:
+            last = now
             _print({"wrote": True})
+
+    return wrote
 
 
 def _report(news: News) -> None:

@@ -1,6 +1,7 @@
 """The process that writes checkpoints, from the trainer's side."""
 
 import json
+import math
 import mmap
 import os
 import subprocess
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.memory import nameless_file
 from oneloop.checkpoint.pieces import Piece, stage
-from oneloop.checkpoint.save_request import Answer, News, UploadSettings
+from oneloop.checkpoint.save_request import Answer, News
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 TORN = (
@@ -96,7 +96,7 @@ class WritingProcess:
     Args:
         module: what it runs.
         device: of the trainer; if it is a GPU, the memory is pinned, for fast copies from there.
-        uploads: settings of the mirror, if there is one.
+        uploads: arguments of Uploads, if there is a mirror.
         heard: receives the news of the uploads.
     """
 
@@ -105,7 +105,7 @@ class WritingProcess:
         module: str,
         *,
         device: torch.device,
-        uploads: UploadSettings | None = None,
+        uploads: dict[str, Any] | None = None,
         heard: Callable[[News], None] = print,
     ) -> None:
         self._device = device
@@ -117,16 +117,14 @@ class WritingProcess:
         self._ahead: Future[None] | None = None  # the memory of saves that is made in a thread
         self._staged: _Staged | None = None
         self.dropped = ""  # why the last save was not sent to the process
-        self._received = b""  # a part of the next line
+        self._answer: Answer | None = None  # in place of one of the process
 
         # Create the shared memory.
         shared = nameless_file("oneloop-checkpoint")
         self._shared = os.fdopen(shared, "r+b", buffering=0)
 
-        settings = json.dumps(asdict(uploads) if uploads is not None else None)
-        self._process = start([module, str(os.getpid()), str(shared), settings], shared)
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
+        words = [module, str(os.getpid()), str(shared), json.dumps(uploads)]
+        self._process = start(words, shared)
 
     def grow(self, size: int) -> None:
         """Let the shared memory have at least ``size`` bytes; its content may be lost."""
@@ -195,8 +193,7 @@ class WritingProcess:
                 self.dropped = TORN
         self._staged = None
         if self.dropped:  # answer in place of the process
-            answer = Answer(request["step"], error=TORN)
-            self._received = json.dumps(asdict(answer)).encode() + b"\n" + self._received
+            self._answer = Answer(request["step"], error=TORN)
         else:
             self.send(request)
         return True
@@ -219,34 +216,25 @@ class WritingProcess:
         Returns:
             None after these seconds. If the process has exited, an answer with an error.
         """
-        assert self._process.stdout is not None
-        handle = self._process.stdout.fileno()
-        until = None if seconds is None else time.monotonic() + seconds
-        while True:
-            # Take a line that has arrived.
-            if b"\n" in self._received:
-                line, _, self._received = self._received.partition(b"\n")
-                message = json.loads(line)
-                if "wrote" in message:
-                    self.wrote = time.monotonic()
-                elif "news" in message:
-                    self._heard(News(**message["news"]))
-                else:
-                    return Answer(**message)
-                continue
-
-            # Wait for more.
-            try:
-                more = os.read(handle, 1 << 16)
-            except BlockingIOError:
-                left = None if until is None else until - time.monotonic()
-                if seconds == 0.0 or (left is not None and left <= 0):
-                    return None
-                readable_within(handle, left)
-                continue
-            if not more:
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            return answer
+        received: Any = self._process.stdout
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        left = seconds
+        while readable_within(received.fileno(), left):
+            line = received.raw.readline()  # no further line waits in a buffer
+            if not line.endswith(b"\n"):
                 return Answer(error=f"the writing process ended with {self._process.wait()}")
-            self._received += more
+            message = json.loads(line)
+            if "wrote" in message:
+                self.wrote = time.monotonic()
+            elif "news" in message:
+                self._heard(News(**message["news"]))
+            else:
+                return Answer(**message)
+            left = None if seconds is None else max(0.0, until - time.monotonic())
+        return None
 
     def alive(self) -> bool:
         """Return whether the process runs."""

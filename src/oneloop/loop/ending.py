@@ -58,7 +58,7 @@ def _final_weights(state: State, *, stopped: bool) -> FinalWeights:
 
     # Load the weights of an earlier step, if its checkpoint is intact.
     if best.step != step:
-        folder = state.checkpoints.whole(best.step, "final/ gets the last weights", state.needs)
+        folder = state.checkpoints.whole(best.step, "final/ gets the last weights")
         if folder is None:
             return last
         state.take(folder)

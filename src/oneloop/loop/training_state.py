@@ -82,12 +82,10 @@ class State(RunState):
             origin=getattr(task, "origin", None),
             complete=False,
             settings=settings_of(optimizer, job.rate.scheduled),
-            sync=recipe.save.sync,
-            max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,
             say=run.display.say,
         )
-        self._let_saves_overlap(run, model, trial, sync=recipe.save.sync)
+        self._let_saves_overlap(run, model, trial)
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
@@ -124,16 +122,14 @@ class State(RunState):
             tried=True,
         )
 
-    def _let_saves_overlap(
-        self, run: Run, model: nn.Module, trial: Preflight, *, sync: bool
-    ) -> None:
+    def _let_saves_overlap(self, run: Run, model: nn.Module, trial: Preflight) -> None:
         """Let copies overlap with training, unless its forwards may change parameters."""
         saving = self.checkpoints.saving
         moves = any(name.startswith("parameter") for name in trial.moved)
         saving.overlaps = not (moves or trial.stateful)
         saving.watched = partial(_trained, model)
         # Once the first step has made the optimizer's state, make the memory of saves.
-        if run.device.type == "cuda" and not sync:
+        if run.device.type == "cuda":
             saving.ahead = self._bytes_of_save
 
     def _bytes_of_save(self) -> int:
@@ -242,7 +238,6 @@ class State(RunState):
             address,
             lease=run.from_main(lease),
             counts=not shared,
-            limit=1e6 * recipe.save.upload_limit,  # bytes per second
         )
         if run.main:
             folder.uploads = self.checkpoints.saving

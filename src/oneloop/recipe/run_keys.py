@@ -99,15 +99,9 @@ class SaveConfig:
     """save a checkpoint whenever eval.best improves, and keep the best one"""
     final: Literal["last", "best"] = "last"
     """weights to write to final/: the last, or the best by eval.best (requires save.best)"""
-    sync: bool = False
-    """write checkpoints in the training process, which then waits (false: in a separate process)"""
-    max_failures: int = 3
-    """failed saves in a row (disk full) before the run ends with exit code 1"""
     mirror: str | None = None
     """address of a copy of the run in a bucket (s3://BUCKET/RUN, gs://…, file:///FOLDER/RUN; null:
     none)"""
-    upload_limit: float = 0.0
-    """megabytes per second that one process uploads to the mirror at most (0: no limit)"""
 
 
 @dataclass(frozen=True)

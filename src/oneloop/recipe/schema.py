@@ -52,17 +52,7 @@ class Recipe:
                     f"run.dir {self.run.dir} and save.mirror {self.save.mirror} are two "
                     "mirrors; remove one"
                 )
-            if self.save.sync:
-                raise BadInput(
-                    "save.sync cannot be combined with a mirror, which needs the writing "
-                    "process; remove it"
-                )
             _reject_same_place(self.folder, self.mirror)
-        elif self.save.upload_limit:
-            raise BadInput(
-                f"save.upload_limit {self.save.upload_limit:g} has no effect without a mirror; set "
-                "save.mirror, or remove save.upload_limit"
-            )
 
     @property
     def folder(self) -> Path:

@@ -32,7 +32,6 @@ _KEYS = {
     "save.best": False,
     "save.final": "last",
     "save.mirror": None,
-    "save.upload_limit": 0,
     "log.every": 1,
     "watch.output": "progress",
     "watch.profile": None,

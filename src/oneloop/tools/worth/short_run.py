@@ -71,7 +71,6 @@ class Runner:
                 "run.dir": f"{scratch}/run",
                 "watch.output": "quiet",
                 "save.mirror": None,
-                "save.upload_limit": 0,
             }
 
             # Start the run in a process of its own.
