@@ -709,7 +709,7 @@ class Overlapping:
 
     def is_sent(self) -> bool:
         self.checkpoints.poll()
-        return self.checkpoints.saving._process._staged is None
+        return self.checkpoints.saving._process._request is None
 
 
 def check_saved(root: Path, number: int, expected: dict[str, torch.Tensor]) -> None:

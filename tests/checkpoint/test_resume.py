@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from oneloop.checkpoint.manifest import MANIFEST, signed
 from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
 from sync_saves import write_in_the_trainer
@@ -263,6 +264,14 @@ def test_where_none_is_good_nothing_is_started_afresh(tmp_path, recipe):
     (only / "state.json").write_text("{}")
     world = run(train, [recipe, "--run.dir", "hurt"], ranks=2, folder=tmp_path)
     assert world.codes == [2, 2] and "no good one is left" in world.output
+    assert only.exists()
+
+    # A folder of an earlier version is rejected, too.
+    manifest = json.loads((only / MANIFEST).read_text())
+    del manifest["self"]
+    (only / MANIFEST).write_bytes(signed({**manifest, "format": 2}))
+    world = run(train, [recipe, "--run.dir", "hurt"], folder=tmp_path)
+    assert world.codes == [2] and "has format 2; this oneloop reads format 3" in world.output
     assert only.exists()
 
 

@@ -48,7 +48,7 @@ class SaveInProgress:
         store: the checkpoints folder.
         ranks: of the run. On a GPU, the shared memory is pinned.
         patience: factor of the time limit of a save; 0: no limit.
-        say: reports failed saves, and memory that cannot be pinned, on rank 0.
+        say: reports failed saves, and memory that cannot be pinned.
     """
 
     def __init__(
@@ -109,12 +109,13 @@ class SaveInProgress:
         # Let the shared memory have this size.
         process = self.start()
         process.grow(max(1, request.size))
-        if process.unpinned and self._ranks.is_main and not self._warned:
+        if process.unpinned and not self._warned:
             self._warned = True
-            self._say(
-                f"the memory of saves cannot be pinned ({process.unpinned}), so each save copies "
-                "it more slowly; let this process lock more memory (ulimit -l), or leave more "
-                "memory free"
+            report = self._say if self._ranks.is_main else print
+            report(
+                f"the memory of saves cannot be pinned on rank {self._ranks.rank} "
+                f"({process.unpinned}), so each save copies it more slowly; let this process lock "
+                "more memory (ulimit -l), or leave more memory free"
             )
         process.write(asdict(request), pieces, self._overlapping(process), self.watched())
         self._pending = True
@@ -233,14 +234,11 @@ class SaveInProgress:
             self._hand_over(wait=True)
             errors = self._collect_errors(or_go_on=or_go_on)
         still = [rank for rank, problem in enumerate(errors) if problem == _STILL]
-        real: dict[int, str] = {}
-        for rank, problem in enumerate(errors):
-            if problem is not None and problem != _STILL:
-                real[rank] = problem
+        failed = [rank for rank, problem in enumerate(errors) if _is_error(problem)]
         self.stuck = bool(still)
 
         # The save takes too long, and no rank has failed.
-        if still and not real:
+        if still and not failed:
             # Rank 0 may only wait for the others.
             slow = [rank for rank in still if rank > 0] or still
             words = (
@@ -249,8 +247,7 @@ class SaveInProgress:
                 "storage does not respond"
             )
             if or_go_on:
-                if self._ranks.is_main:
-                    self._say(f"{words}; continuing without a new checkpoint")
+                self._say(f"{words}; continuing without a new checkpoint")
                 return None
             self._end_process()
             raise self._error_of(slow, words)
@@ -261,14 +258,13 @@ class SaveInProgress:
         self._error = None
         self._pending = False
         self.stuck = False
-        if not real:
+        if not failed:
             self._failures = 0
             return None
 
         # Report the cause: ranks that waited for a failed rank report Gone.
-        causes = [rank for rank, problem in real.items() if not problem.startswith("Gone")]
-        first = (causes or [*real])[0]
-        return self._failed(real[first], first)
+        failed.sort(key=lambda rank: str(errors[rank]).startswith("Gone"))
+        return self._failed(str(errors[failed[0]]), failed[0])
 
     def _error_of(self, causes: list[int], words: str) -> SaveError:
         """Return the error of a save; the supervisors report that of a rank that caused it."""
@@ -279,12 +275,12 @@ class SaveInProgress:
         # Rank 0 waits last, because it completes the checkpoint.
         if not self._ranks.is_main:
             self._wait(or_go_on=or_go_on)
-        others = self._ranks.gather(self._state())
-        failed = any(problem not in (None, _STILL) for problem in others)
+        _, *others = self._ranks.gather(self._state())
+        failed = any(map(_is_error, others))
         if self._ranks.is_main and self._pending and self._process is not None:
-            if any(problem not in (None, _STILL) for problem in others[1:]):
+            if failed:
                 self._process.send(None)
-            if _STILL not in others[1:]:
+            if _STILL not in others:
                 self._process.wrote = time.monotonic()  # it has waited for the others
                 self._wait(or_go_on=or_go_on)
         if self._ranks.is_main and (self._error or failed):
@@ -301,8 +297,7 @@ class SaveInProgress:
         """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
         # The checkpoint is complete, but earlier ones remain, which the next save tries to delete.
         if problem.startswith(_LEFT):
-            if self._ranks.is_main:
-                self._say(f"the checkpoint is saved, but {problem.removeprefix(_LEFT)}")
+            self._say(f"the checkpoint is saved, but {problem.removeprefix(_LEFT)}")
             return None
         if problem != TORN:  # training continues with copies that it waits for
             self._failures += 1
@@ -311,11 +306,9 @@ class SaveInProgress:
         if self._failures > MOST_FAILURES:
             words = f"{self._failures} saves in a row have failed, the last one: {problem}"
             raise self._error_of([rank], words)
-        if self._ranks.is_main:
-            self._say(
-                f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint "
-                "is intact)"
-            )
+        self._say(
+            f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint is intact)"
+        )
         return problem
 
     def _wait(self, *, or_go_on: bool) -> None:
@@ -362,6 +355,10 @@ class SaveInProgress:
         if self._process is not None:
             self._process.close()
             why = self._process.dropped
-            if self._pending and why and self._ranks.is_main:
+            if self._pending and why:
                 self._say(f"SAVE FAILED: {why} (the previous checkpoint is intact)")
             self._process = None
+
+
+def _is_error(problem: str | None) -> bool:
+    return problem not in (None, _STILL)

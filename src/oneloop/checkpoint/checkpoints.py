@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
@@ -31,7 +31,7 @@ from oneloop.checkpoint.optimizer_values import (
     optimizer_values,
     settings_of,
 )
-from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.pieces import Piece, header_of, pieces
 from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -83,7 +83,7 @@ class Checkpoints:
         self.store = Store(root)
         self.ranks = Ranks(accelerator)
         self.gather = self.ranks.gather
-        self.say = say
+        self.say = say if self.ranks.is_main else _ignore
 
         # What saves.
         self._sync = sync
@@ -91,7 +91,7 @@ class Checkpoints:
         self.settings = settings
         self._base = Base(self.store, self.ranks, origin=origin, once=not complete)
         self._attempt = 0  # number of saves so far
-        self.saving = SaveInProgress(self.store, self.ranks, patience=patience, say=say)
+        self.saving = SaveInProgress(self.store, self.ranks, patience=patience, say=self.say)
 
         # The mirror.
         self.fetcher: Fetcher | None = None  # reads it
@@ -138,13 +138,10 @@ class Checkpoints:
             return problem
 
         # Divide the tensors between the ranks.
-        tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
+        tensors, mine = self.pieces(model, optimizer, extra or {}, own or {})
         listed = described(tensors)
         for others in self.gather(described(own or {})):
             listed |= others
-        mine = pieces(
-            tensors, self.ranks, of_rank_0=buffers_of(model, tensors), only_here=own or {}
-        )
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
@@ -176,6 +173,18 @@ class Checkpoints:
         # Write; without ``sync``, this waits at most for a copy to host memory.
         self.saving.begin(request, mine, sync=self._sync)
         return self.saving.finish() or problem if self._sync else problem
+
+    def pieces(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        extra: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+    ) -> tuple[dict[str, Tensor], list[Piece]]:
+        """Return the tensors that all ranks share, and what this rank writes; see :meth:`save`."""
+        tensors = {**self._base.others(model), **optimizer_tensors(model, optimizer), **extra}
+        shared = buffers_of(model, tensors)
+        return tensors, pieces(tensors, self.ranks, of_rank_0=shared, only_here=own)
 
     def poll(self) -> str | None:
         """Return this rank's error of the save in progress if it is known by now.
@@ -240,7 +249,7 @@ class Checkpoints:
             wrong = ["it does not exist"]
             if path.is_dir():
                 wrong = problems(path) or base_problems(path) or state_problems(path)
-        if wrong and self.ranks.is_main:
+        if wrong:
             self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
@@ -272,7 +281,7 @@ class Checkpoints:
         If the path is of another run, return all names.
         """
         own = path.resolve().parent == self.store.root.resolve()
-        than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
+        than = step_in(path.name) if own else None
         steps: list[int] = []
         if not self._counts:
             steps = self.ranks.from_main(
@@ -328,3 +337,7 @@ class Checkpoints:
             if optimizer is not None:
                 load_values(state["optimizer"], model, optimizer, own)
         return state
+
+
+def _ignore(line: str) -> None:
+    """Report nothing: rank 0 does."""

@@ -28,6 +28,7 @@ from oneloop.checkpoint.manifest import (
     base_folder,
     base_in,
     parsed_manifest,
+    read_manifest,
     signed,
 )
 from oneloop.checkpoint.saved_state import state_problems
@@ -100,10 +101,8 @@ def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
     return manifest
 
 
-def fetch(
-    bucket: Bucket, folder: str, path: Path, *, part: int = 0, parts: int = 1
-) -> dict[str, Any]:
-    """Fetch a folder of a mirror, and verify its files; return its manifest.
+def fetch(bucket: Bucket, folder: str, path: Path, *, part: int = 0, parts: int = 1) -> None:
+    """Fetch a folder of a mirror, and verify its files.
 
     Args:
         bucket: the mirror.
@@ -128,12 +127,11 @@ def fetch(
             raise Damaged(f"{name}: expected checksum {entry.get('xxh3')}, found {checksum}")
     path.mkdir(parents=True, exist_ok=True)
     (path / MANIFEST).write_bytes(signed(manifest))
-    return manifest
 
 
-def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
+def fetch_base(bucket: Bucket, checkpoint: Path, run: Path) -> None:
     """Fetch the frozen parameters that a checkpoint refers to, unless the run folder has them."""
-    base = base_in(manifest)
+    base = base_in(read_manifest(checkpoint))
     if base is not None and problems_of_files(base_folder(run, base)):
         fetch(bucket, f"{BASE}/{base['xxh3']}", base_folder(run, base))
 
@@ -158,8 +156,9 @@ def local_run(run: str | Path) -> Path:
     with readable(str(run), folder):
         # List the folders of the mirror.
         bucket = Bucket(str(run))
-        there = [folder_of(step) for step in steps_in(bucket)]
-        if MANIFEST in bucket.sizes(FINAL):
+        sizes = bucket.sizes("")
+        there = [folder_of(step) for step in steps_in(bucket, sizes)]
+        if f"{FINAL}/{MANIFEST}" in sizes:
             there.append(FINAL)
         if not there:
             raise BadInput(
@@ -249,10 +248,8 @@ def complete(path: Path, *, again: bool = False) -> None:
             bucket = Bucket(address)
             folder = path.relative_to(run).as_posix()
             if again or problems_of_files(path):
-                manifest = fetch(bucket, folder, path)
-            else:
-                manifest = manifest_at(bucket, folder)
-            fetch_base(bucket, manifest, run)
+                fetch(bucket, folder, path)
+            fetch_base(bucket, path, run)
     except Damaged as error:
         raise BadInput(
             f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint"
@@ -266,7 +263,7 @@ class Fetcher:
         address: of the mirror.
         store: the checkpoints folder of the run.
         ranks: of the run.
-        say: reports damaged checkpoints, on rank 0.
+        say: reports damaged checkpoints.
     """
 
     def __init__(
@@ -280,8 +277,10 @@ class Fetcher:
 
     def source(self, path: Path) -> str:
         """Return where a checkpoint comes from."""
-        step = step_in(path.name[1:].partition(".")[0])
-        return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
+        step = step_in(path.name)
+        if step is None or not path.name.startswith("."):
+            return str(path)
+        return f"{self._bucket.address}/{folder_of(step)}"
 
     def _agreed(self, act: Callable[[], Any]) -> list[Any]:
         """Return the results of all ranks. Collective.
@@ -322,9 +321,8 @@ class Fetcher:
                 return self.fetch(step)
             except Damaged as error:
                 self.damaged.append(step)
-                if self._ranks.is_main:
-                    place = f"{self._bucket.address}/{folder_of(step)}"
-                    self._say(f"checkpoint {place} cannot be used, and was skipped: {error}")
+                place = f"{self._bucket.address}/{folder_of(step)}"
+                self._say(f"checkpoint {place} cannot be used, and was skipped: {error}")
         if steps and own is None:
             raise ValueError(
                 f"no intact checkpoint is left in {self._bucket.address}; choose another address"
@@ -352,16 +350,14 @@ class Fetcher:
         # The ranks of a host divide the files.
         parts = self._ranks.gather(leader).count(leader)
         part = self._ranks.rank - leader
-        fetched = self._agreed(
-            lambda: fetch(self._bucket, folder_of(step), path, part=part, parts=parts)
-        )
+        self._agreed(lambda: fetch(self._bucket, folder_of(step), path, part=part, parts=parts))
 
         def complete() -> None:
             wrong = state_problems(path)
             if wrong:
                 raise Damaged(wrong[0])
             if leads:
-                fetch_base(self._bucket, fetched[0], self._store.root.parent)
+                fetch_base(self._bucket, path, self._store.root.parent)
 
         self._agreed(complete)
         return path

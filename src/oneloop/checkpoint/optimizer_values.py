@@ -247,10 +247,8 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
     """Return zeros for an entry of the optimizer state, on the device that it would choose."""
     kind = saved.properties.dtype
     size = tuple(saved.size)
-    if parameter.is_complex() and size == (*parameter.shape, 2):
-        return torch.zeros_like(parameter)
-    if size == tuple(of_shape(parameter.detach(), size).shape) and key != "step":
-        return torch.zeros_like(parameter, dtype=kind)
+    if key != "step" and size == tuple(of_shape(as_real(parameter.detach()), size).shape):
+        return torch.zeros_like(parameter, dtype=None if parameter.is_complex() else kind)
     # Most optimizers keep the step on the host, so that they need no host sync.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(size, dtype=kind, device="cpu" if on_host else parameter.device)

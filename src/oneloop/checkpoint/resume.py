@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
-from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, set_random_states
 from oneloop.basics.tensors import Models, Optimizers, named, optimizers_of, together
 from oneloop.basics.untrusted import damaged
@@ -31,12 +30,11 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer, try_shards
-from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.pieces import header_of
 from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
-    buffers_of,
     load_tensors,
     model_tensors,
     reject_others,
@@ -197,19 +195,13 @@ class RunState:
         )
 
     def bytes_of_rank(self, checkpoints: Checkpoints) -> int:
-        """Return the bytes that this rank writes to a checkpoint, at most.
+        """Return the bytes that this rank writes to a checkpoint.
 
         The first optimizer step must have made the optimizer's state.
         """
-        tensors = model_tensors(self.model, frozen=False) | self._extra()
-        mine = pieces(
-            tensors | optimizer_tensors(self.model, self.optimizer),
-            checkpoints.ranks,
-            of_rank_0=buffers_of(self.model, tensors),
-            only_here={},
-        )
-        of_rank = sum(buffer.nbytes for buffer in self.model.buffers())
-        return header_of(mine)[1] + of_rank
+        own = self._buffers.tensors(checkpoints.say)
+        _, mine = checkpoints.pieces(self.model, self.optimizer, self._extra(), own)
+        return header_of(mine)[1]
 
     def take(self, folder: Path) -> None:
         """Load only weights, buffers and EMAs of an earlier checkpoint, in place.

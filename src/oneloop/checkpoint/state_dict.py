@@ -182,8 +182,6 @@ def load_tensors(
         ValueError: if the model does not match.
     """
     with damaged(folder):
-        reject_others(folder, model, optimizer)
-
         # Read the headers.
         folders, elsewhere = _folders(folder)
         readers = [HuggingFaceStorageReader(str(path)) for path in folders]

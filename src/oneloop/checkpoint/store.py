@@ -24,6 +24,7 @@ from oneloop.checkpoint.manifest import (
 from oneloop.checkpoint.retention import Keep
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
+_COPY = re.compile(r"\.step-([0-9]{8,15})\.[0-9]+\.fetched")
 _CHUNK = 1 << 22  # bytes
 _FLUSHED = 1 << 28  # bytes between two flushes, so that the last one does not take long
 
@@ -34,8 +35,8 @@ def name_of(step: int) -> str:
 
 
 def step_in(name: str) -> int | None:
-    """Return the step of a checkpoint's name; None for another name."""
-    match = _NAME.fullmatch(name)
+    """Return the step of the name of a checkpoint, or of a fetched copy; None for another name."""
+    match = _NAME.fullmatch(name) or _COPY.fullmatch(name)
     return int(match[1]) if match else None
 
 

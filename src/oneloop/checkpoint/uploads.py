@@ -1,15 +1,12 @@
 """A mirror as a storage of checkpoints, and the copies of a run folder that are written to it."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
-
-from xxhash import xxh3_64_digest
 
 from oneloop.basics.bucket import BLOCK, Bucket
 from oneloop.checkpoint.lease import Lease, Taken
@@ -34,10 +31,6 @@ from oneloop.checkpoint.mirror import (
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import Answer, News, SaveRequest
 from oneloop.checkpoint.store import Draft, Store, step_of
-
-_LEAST_DELAY = 10.0  # seconds until a failed upload is tried again; doubled at each failure
-_MOST_DELAY = 600.0
-_UNKNOWN = b""  # in place of a checksum: a file that was not yet compared
 
 
 class RemoteDraft(Draft):
@@ -162,17 +155,11 @@ class Uploads:
         # What is there.
         self._newest = 0  # the newest step at the last copy
         self.rewritten = set[int]()  # steps of the checkpoints that this process has written
-        # checksums of the files of the run folder; None: it has no such file
-        self._sent = dict[str, bytes | None]()
 
         # What to write.
         self.request: SaveRequest | None = None  # the last save; None before the first one
         self.wanted = threading.Event()  # a copy of the run folder is wanted
         self._lock = threading.Lock()  # held during a copy
-
-        # When a failed copy is tried again.
-        self._delay = _LEAST_DELAY
-        self._not_before = 0.0
 
         if owns:
             threading.Thread(target=self.lease.keep, args=[self._lost], daemon=True).start()
@@ -203,18 +190,14 @@ class Uploads:
         self.bucket.remove(name)
 
     def copy_files(self) -> None:
-        """Write the files of the run folder that have changed; delete those that are gone."""
+        """Write the files of the run folder; delete those that are gone."""
         for name in FILES:
             file = self.run / name
-            content = file.read_bytes() if file.exists() else None
-            digest = None if content is None else xxh3_64_digest(content)
-            if self._sent.get(name, _UNKNOWN) != digest:
+            if file.exists():
                 self.check()
-                if content is None:
-                    self.bucket.remove(name)
-                else:
-                    self.bucket.put(name, content)
-            self._sent[name] = digest
+                self.bucket.put(name, file.read_bytes())
+            else:
+                self.remove(name)
 
     def prune(self, keep: Keep) -> None:
         """Delete checkpoints that need not be kept, and what incomplete attempts left behind."""
@@ -235,8 +218,7 @@ class Uploads:
         """Copy whenever it is wanted. Runs in a thread."""
         while self.wanted.wait():
             self.wanted.clear()
-            if time.monotonic() >= self._not_before:
-                self._copied()
+            self._copied()
 
     def _copied(self, *, ends: bool = False, final: bool = False) -> str | None:
         """Copy what the mirror lacks; return the error.
@@ -254,11 +236,8 @@ class Uploads:
                 if ends:
                     self.copy_files()
             except Exception as error:
-                self._not_before = time.monotonic() + self._delay
-                self._delay = min(2 * self._delay, _MOST_DELAY)
                 self.news(News(error=str(error), taken=isinstance(error, Taken)))
                 return str(error)
-            self._delay = _LEAST_DELAY
             return None
 
     def _copy_checkpoints(self) -> None:

@@ -114,19 +114,18 @@ def load_weights(
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
 
     # Rename the tensors of adapters: the file has peft's names.
+    own = model.state_dict()
+    about: dict[str, Any] = {}
     if origin is not None:
         about = _reject_other_origin(file, source, origin)
-        names = [name for name in model.state_dict() if name not in origin.names]
-        inside = {origin.outside(name): name for name in names}
+        own = {name: tensor for name, tensor in own.items() if name not in origin.names}
+        inside = {origin.outside(name): name for name in own}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     for name in scalar_names(model):
         if name in loaded:
             loaded[name] = loaded[name].reshape(1)
 
     # Find what to load: the model's own names, without those left out.
-    own = model.state_dict()
-    if origin is not None:
-        own = {name: tensor for name, tensor in own.items() if name not in origin.names}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])

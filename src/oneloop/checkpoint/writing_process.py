@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,13 +63,6 @@ class _Mapping(mmap.mmap):
             self._unregister()
 
 
-class _Staged(NamedTuple):
-    """A request that the process does not know yet."""
-
-    request: Mapping[str, Any]
-    copy: SideCopy | None  # what it waits for
-
-
 def start(words: Sequence[str], shared: int) -> "subprocess.Popen[bytes]":
     """Start a process that reads requests and writes answers.
 
@@ -114,8 +107,10 @@ class WritingProcess:
         self.wrote = self.began  # when it last reported that it had written something
         self.unpinned = ""  # CUDA's error, if the memory could not be pinned
         self._memory: _Mapping | None = None
-        self._ahead: Future[None] | None = None  # the memory of saves that is made in a thread
-        self._staged: _Staged | None = None
+        self._ahead: Thread | None = None  # makes the memory of saves
+        # A request that the process does not know yet, and the copy that it waits for.
+        self._request: Mapping[str, Any] | None = None
+        self._copy: SideCopy | None = None
         self.dropped = ""  # why the last save was not sent to the process
         self._answer: Answer | None = None  # in place of one of the process
 
@@ -129,14 +124,13 @@ class WritingProcess:
     def grow(self, size: int) -> None:
         """Let the shared memory have at least ``size`` bytes; its content may be lost."""
         if self._ahead is not None:
-            self._ahead.result()
+            self._ahead.join()
         self._grow(size)
 
     def grow_ahead(self, size: int) -> None:
         """Do so in a thread. Call it once, while no save is in progress."""
-        thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._ahead = thread.submit(self._grow, size)
-        thread.shutdown(wait=False)  # after its work
+        self._ahead = Thread(target=self._grow, args=[size], name="save")
+        self._ahead.start()
 
     def _grow(self, size: int) -> None:
         if self._memory is not None and size <= len(self._memory):
@@ -172,7 +166,8 @@ class WritingProcess:
         copy = stage(mine, torch.frombuffer(self._memory, dtype=torch.uint8), device, watched)
         if copy is not None:
             self._memory.copied = copy.copied
-        self._staged = _Staged(request, copy)
+        self._request = request
+        self._copy = copy
         self.hand_over(wait=False)
 
     def hand_over(self, *, wait: bool) -> bool:
@@ -181,21 +176,21 @@ class WritingProcess:
         Args:
             wait: for the copy (host sync).
         """
-        if self._staged is None:
+        if self._request is None:
             return False
-        request, copy = self._staged
         self.dropped = ""
-        if copy is not None:
-            if not wait and not copy.copied.query():
+        if self._copy is not None:
+            if not wait and not self._copy.copied.query():
                 return False
-            copy.copied.synchronize()
-            if copy.is_torn():
+            self._copy.copied.synchronize()
+            if self._copy.is_torn():
                 self.dropped = TORN
-        self._staged = None
-        if self.dropped:  # answer in place of the process
-            self._answer = Answer(request["step"], error=TORN)
+        if self.dropped:
+            self._answer = Answer(self._request["step"], error=TORN)
         else:
-            self.send(request)
+            self.send(self._request)
+        self._request = None
+        self._copy = None
         return True
 
     def send(self, request: Mapping[str, Any] | None) -> None:
