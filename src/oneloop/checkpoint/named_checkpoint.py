@@ -27,11 +27,15 @@ def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def base_problems(checkpoint: Path) -> list[str]:
     """Return the problems of an intact checkpoint's frozen parameters. Reads them completely."""
-    recorded = base_of(checkpoint)
-    if recorded is None:
-        return []
-    folder, entry = recorded
-    wrong = changed(folder, {entry["file"]: entry}) or problems_of_files(folder)
+    try:
+        with damaged(MANIFEST):
+            recorded = base_of(checkpoint)
+            if recorded is None:
+                return []
+            folder, entry = recorded
+            wrong = changed(folder, {entry["file"]: entry}) or problems_of_files(folder)
+    except ValueError as error:
+        return [str(error)]
     return [f"{BASE}/{folder.name}/{line}" for line in wrong]
 
 
