@@ -88,7 +88,8 @@ def write_base(
 def _content(tensors: Mapping[str, Tensor], ranks: Ranks) -> Iterator[memoryview]:
     """Yield the content of a file with these tensors, which are gathered one after another."""
     # Sort them: the order must not depend on the layout, and keeps every tensor aligned.
-    pieces = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
+    ordered = sorted(tensors.items())
+    pieces = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in ordered]
     pieces.sort(key=lambda piece: -piece.tensor.element_size())
     yield memoryview(padded(header_of(pieces)[0]))
     for piece in pieces:
