@@ -47,7 +47,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.schema",
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
-    "oneloop.run.same_on_ranks",
 )
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]

@@ -18,7 +18,7 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 from oneloop.data.seeded_samples import SampleError, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
-from oneloop.run.failure import report_error, words_of
+from oneloop.run.end import report_error, words_of
 from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.rows import Mapped
 from worlds import run, train
@@ -26,7 +26,7 @@ from worlds import run, train
 pytestmark = pytest.mark.covers(
     "oneloop.data.seeded_samples",
     "oneloop.data.step_batches",
-    "oneloop.run.failure",
+    "oneloop.run.end",
 )
 
 SIZE, MIDDLE = 40, 17

@@ -66,6 +66,8 @@ def copied(folder: Path, *left_out: str) -> None:
     """
     ignored = shutil.ignore_patterns("__pycache__", *left_out)
     shutil.copytree(PACKAGE, folder / "oneloop", ignore=ignored)
+    # as in an installed package
+    shutil.copytree(CONFIGS, folder / "oneloop" / "accelerate_configs")
     (folder / "line.py").write_text(TASK)
 
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.bad_step_policy",
     "oneloop.run.entry",
-    "oneloop.run.failure",
+    "oneloop.run.end",
 )
 
 BATCH, STEPS, SAVE = 8, 24, 5

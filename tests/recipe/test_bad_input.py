@@ -14,7 +14,7 @@ from worlds import CONFIGS, ROOT, Ended, each_forked, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.__main__",
     "oneloop.launch.accelerate_launch",
-    "oneloop.launch.agreement",
+    "oneloop.launch.processes",
     "oneloop.launch.command",
     "oneloop.launch.launched",
     "oneloop.recipe.parse",

@@ -45,6 +45,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.run.final_weights",
     "oneloop.run.folder",
     "oneloop.show.metrics_file",
+    "oneloop.tools.report.starts",
     "oneloop.tools.run_reader",
 )
 

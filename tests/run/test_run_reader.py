@@ -22,13 +22,13 @@ from worlds import CONFIGS, each_forked, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
-    "oneloop.launch.agreement",
+    "oneloop.launch.processes",
     "oneloop.loop.start_lines",
     "oneloop.loop.upkeep",
     "oneloop.optim.bad_step_policy",
     "oneloop.run.entry",
     "oneloop.run.folder",
-    "oneloop.run.summary",
+    "oneloop.run.end",
     "oneloop.task_protocol.protocol",
     "oneloop.train",
 )

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
-from oneloop.run.summary import _remarks
 from oneloop.show.terminal import Display
+from oneloop.tools.report.advice import results
 from oneloop.tools.run_reader import Follower
 from oneloop.tools.terminal_charts import plotted
 from oneloop.tools.watch.watch import view, watch
@@ -26,7 +26,7 @@ from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.progress",
-    "oneloop.run.summary",
+    "oneloop.tools.report.advice",
     "oneloop.show.terminal",
     "oneloop.tools.run_reader",
     "oneloop.tools.terminal_charts",
@@ -119,14 +119,14 @@ def test_plain_lines_off_a_terminal():
 
 
 def test_the_lines_at_the_end():
-    lines = list(_remarks(SUMMARY))
+    lines = list(results(SUMMARY))
     assert lines == [
         "6,400 samples in 10.0 s, 640 samples/s on average",
         "best eval/loss: 0.2400 at step 90",
         "final/ holds the last weights, of step 100",
     ]
     early = SUMMARY | {"best": {"metric": "eval/loss", "value": 0.24, "step": 80}}
-    assert list(_remarks(early))[-1] == (
+    assert list(results(early))[-1] == (
         "final/ holds the last weights, of step 100; --save.final best keeps those of the best "
         "evaluation"
     )

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.launch.accelerate_launch",
     "oneloop.launch.launched",
     "oneloop.launch.signals",
-    "oneloop.run.same_on_ranks",
+    "oneloop.run.folder",
     "oneloop.supervise.crash_report",
     "oneloop.supervise.hangs",
     "oneloop.supervise.ranks",

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.data_workers",
     "oneloop.launch.signals",
     "oneloop.run.entry",
-    "oneloop.run.failure",
-    "oneloop.run.summary",
+    "oneloop.run.end",
     "oneloop.supervise.crash_report",
     "oneloop.supervise.supervisor",
 )

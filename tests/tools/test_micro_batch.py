@@ -27,7 +27,7 @@ from worlds import CONFIGS, HERE, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.memory",
-    "oneloop.run.failure",
+    "oneloop.run.end",
     "oneloop.tools.plan.out_of_memory",
     "oneloop.tools.plan.largest_samples",
     "oneloop.tools.plan.micro_batch",

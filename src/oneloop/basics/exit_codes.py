@@ -1,6 +1,5 @@
 """Exit codes of a run, and the exceptions that lead to them."""
 
-
 DONE = 0
 ERROR = 1
 BAD_INPUT = 2

@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from oneloop.checkpoint.optimizer_trial import NotTried, Tried, try_optimizer
 from oneloop.job.model import BuiltModel
-from oneloop.launch.agreement import where
 from oneloop.optim.optimizers import build, muon
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
+from oneloop.task_protocol.user_code import where
 
 __all__ = ["Tried", "optimizer_of"]
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.launch.agreement import where
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.run_keys import EvalConfig
@@ -16,7 +15,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.evaluation_metrics import directions, prefix
 from oneloop.task_protocol.generated import generating_weights
 from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
-from oneloop.task_protocol.user_code import theirs
+from oneloop.task_protocol.user_code import theirs, where
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
 
 

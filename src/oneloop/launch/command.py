@@ -87,14 +87,11 @@ def run_processes(
 
     # Find the recipe without accelerate, whose import takes seconds, if its options are known.
     known = split_words(words)
-    variables: dict[str, str] | None = None  # of a process that can be started directly
     if known is None:
         recipe_words = launch_options(words)[1]
     else:
         known_options, recipe_words = known
         words = [*(f"--{name}={value}" for name, value in known_options.items()), *recipe_words]
-        if nodes is None:
-            variables = _of_one_process(known_options)
 
     # Check the words before anything slow. Modules other than oneloop.train take other words.
     if module == "oneloop.train" and recipe_words[0] in ON_PROCESSES:
@@ -104,6 +101,11 @@ def run_processes(
     elif module == "oneloop.train":
         hidden_modules.reject(recipe_words)
         check_keys(recipe_words)
+
+    # One process can be started directly, with these variables.
+    variables: dict[str, str] | None = None
+    if nodes is None and known is not None:
+        variables = _of_one_process(known_options)
 
     # accelerate's own parser reads all other options. They may name several machines.
     options: list[str] = []

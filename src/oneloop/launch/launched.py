@@ -82,18 +82,18 @@ class Launched:
 
         Raise TimeoutError at the time ``until`` (seconds, of ``time.monotonic``).
         """
-        while (code := self._poll()) is None:
+        # If the launcher was killed, the training processes save and exit.
+        code: int | None = None
+        while code is None or self._alive():
             self._forward()
             self._continue_stopped()
             if time.monotonic() > until:
                 self._process.kill()  # the others end with it
                 raise TimeoutError
-
-        # If the launcher was killed, the training processes save and exit.
-        while self._alive():
-            self._forward()
-            self._continue_stopped()
-            time.sleep(_INTERVAL)
+            if code is not None:
+                time.sleep(_INTERVAL)
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(_INTERVAL)
 
         # The file has the code that the training processes report: launchers turn each into 1. An
         # agent that was killed leaves the one of its last attempt.
@@ -109,12 +109,6 @@ class Launched:
             return code
         print("oneloop: error: a process of this run was killed from outside", file=sys.stderr)
         return ERROR
-
-    def _poll(self) -> int | None:
-        try:
-            return self._process.wait(_INTERVAL)
-        except subprocess.TimeoutExpired:
-            return None
 
     def _forward(self) -> None:
         """Send each recorded signal once to each process, also to processes that start later.

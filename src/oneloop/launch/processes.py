@@ -2,13 +2,16 @@
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -18,27 +21,35 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
+from oneloop.basics.extras import how_to_install
+from oneloop.basics.files import printable
 from oneloop.basics.launcher import local_ranks, ranks
 from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
-from oneloop.launch.agreement import LONG, Agreement, limit_collectives
-from oneloop.launch.signals import Stopping
+from oneloop.launch.signals import Stopping, leave_at_once
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
 from oneloop.supervise.pipe import ADDRESS, CHANNEL
+from oneloop.task_protocol.user_code import where
 
+LONG = timedelta(hours=2)
+"""time-out of collectives while one rank may prepare, compile, evaluate, load or write for long"""
+_PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 )
 
 
-class Run(Agreement):
+class Run:
     """One process of a run, with collectives between the ranks.
+
+    Those of plain values are on the host, and never wait for a device.
 
     Args:
         accelerator: as :func:`start` builds it.
@@ -46,8 +57,8 @@ class Run(Agreement):
     """
 
     def __init__(self, accelerator: Accelerator, *, cores: int) -> None:
-        super().__init__(accelerator.num_processes)
         self.accelerator = accelerator
+        self.ranks: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
         self.began = time.time()  # seconds since 1970
         self.begun = False  # whether it writes its folder: a later error is the run's end
@@ -57,6 +68,14 @@ class Run(Agreement):
         self.sharded = bool(accelerator.is_fsdp2)
         self.local_ranks = local_ranks()  # on this host
         self.cores = cores
+
+        # oneloop plan: the other ranks do not exist
+        several = self.ranks > 1 and dist.get_backend() != "fake"
+        group = dist.new_group(backend="gloo", timeout=LONG) if several else None
+        self.host = cast("dist.ProcessGroup | None", group)
+        """process group of collectives on the host; None: one rank"""
+        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
+        self.in_a_row = 0  # steps since the start, or since :meth:`be_patient`
 
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
@@ -68,6 +87,85 @@ class Run(Agreement):
         self.stopping.listen()
         CHANNEL.send(listens=True)
         CHANNEL.send(watched_at=self.from_main(os.environ.get(ADDRESS)))
+
+    def be_patient(self) -> None:
+        """Give collectives a long time-out, until enough steps were made after this call.
+
+        Call it before work that may take one rank long while the others wait for it.
+        """
+        self.in_a_row = 0
+        self.wait_at_most(LONG)
+
+    def wait_at_most(self, limit: timedelta) -> None:
+        """Limit the time of collectives from now on: a second safeguard, if no supervisor runs."""
+        if self.host is not None:
+            limit_collectives(limit, [dist.group.WORLD, self.host, *self.mesh_groups])
+
+    def union(self, flags: list[bool]) -> list[bool]:
+        """Return for each flag whether it is set on any rank. Collective: call on every rank."""
+        return [bool(flag) for flag in self.largest(*flags)]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank. Collective: call on every rank."""
+        return self.union([flag])[0]
+
+    def largest(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all ranks. Collective: call on every rank."""
+        shared = torch.tensor(values, dtype=torch.float64)
+        if self.host:
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self.host)
+        return list(shared.tolist())
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order of rank. Collective: call on every rank."""
+        values = [value]
+        if self.host:
+            values = [None] * self.ranks
+            dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def from_main(self, value: Any) -> Any:
+        """Return rank 0's value. Collective: call on every rank."""
+        box = [value]
+        if self.host:
+            dist.broadcast_object_list(box, src=0, group=self.host)
+        return box[0]
+
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Turn an error of one rank into BadInput (or Unavailable) on all of them.
+
+        The message is that of the first rank that has one. Collective: enter it on every rank.
+        """
+        mine: BadInput | Unavailable | None = None
+        try:
+            yield
+        except (BadInput, Unavailable) as error:
+            if error.shared:
+                raise  # all ranks have it already
+            mine = type(error)(str(error))
+        except (ValueError, ImportError) as error:
+            mine = BadInput(f"{error}{where(error)}{how_to_install(error)}")
+
+        # A rank with an error gets here at once. The others may wait in a collective of the model:
+        # then this one prints its error and exits, on another thread, and the launcher ends them.
+        timer = threading.Timer(_PATIENCE, _exit_with, [mine])
+        timer.daemon = True
+        if mine is not None and self.ranks > 1:
+            timer.start()
+        try:
+            several = self.gathered(mine)
+        finally:
+            timer.cancel()
+        for shared in several:
+            if shared is not None:
+                shared.shared = True
+                raise shared
+
+    def barrier(self) -> None:
+        """Wait for all ranks; raise the error of one that ends :meth:`setting_up`. Collective."""
+        with self.setting_up():
+            pass
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""
@@ -124,6 +222,22 @@ class Run(Agreement):
         """
         autocast = {**HALF, "fp8": torch.bfloat16}  # fp8: of all other products
         return peak_flops(self.device, autocast.get(self.accelerator.mixed_precision, weights))
+
+
+def _exit_with(error: BadInput | Unavailable) -> NoReturn:
+    line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {error}")
+    print(line, file=sys.stderr, flush=True)
+    leave_at_once(ERROR if isinstance(error, Unavailable) else BAD_INPUT)
+
+
+def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Set the time-out of all later collectives of these groups (None is left out)."""
+    set_timeout = getattr(distributed_c10d, "set_timeout", None)
+    if set_timeout is None:  # before torch 2.15
+        set_timeout = distributed_c10d._set_pg_timeout
+    for group in groups:
+        if group is not None:
+            set_timeout(limit, group)
 
 
 def start(

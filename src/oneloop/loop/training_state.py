@@ -27,7 +27,7 @@ from oneloop.run.before_run import before_run
 from oneloop.run.compatibility import InputCheck
 from oneloop.run.environment import environment
 from oneloop.run.final_weights import TASK
-from oneloop.run.folder import Folder
+from oneloop.run.folder import Folder, in_one_folder
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.task_protocol.protocol import Progress
@@ -219,8 +219,6 @@ class State(RunState):
         address = recipe.mirror
         shared = not temporary
         if shared and run.ranks > 1:
-            from oneloop.run.same_on_ranks import in_one_folder
-
             shared = in_one_folder(
                 folder.path, run, recipe.machine.patience, required=address is None
             )

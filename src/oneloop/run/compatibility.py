@@ -5,7 +5,6 @@ A resume compares them, and so do all ranks before the first step, and commands 
 
 import inspect
 import sys
-import sysconfig
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,14 +33,13 @@ from oneloop.recipe.comparison import (
 )
 from oneloop.recipe.schema import Recipe
 from oneloop.run.environment import computed_by
-from oneloop.task_protocol.user_code import theirs
+from oneloop.task_protocol.user_code import is_library, theirs
 
 SOURCE = "source of the task"
 ORDER = "order of the training set (let order() depend on its arguments only)"
 _DEVICE = "device"
 _LONG = 1 << 15  # characters of the description of a model
 _HASHED = 1 << 20  # elements of a tensor that are hashed, at most
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _REPORTED = {
     _DEVICE: "the samples stay the same, but rounding and the numbers of dropout are others",
     SOURCE: "the run continues with the new source",
@@ -54,9 +52,7 @@ def sources() -> dict[str, str]:
     hashes = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        if file.startswith(_LIBRARIES) or "-packages/" in file:
+        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
             continue
         with suppress(OSError):
             hashes[name] = content_hash(Path(file).read_bytes())

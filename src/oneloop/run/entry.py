@@ -15,9 +15,8 @@ from oneloop.launch.signals import leave, leave_at_once
 from oneloop.machine.torch_settings import float32_products
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import inputs_of, recipe_inputs, reject_other_jobs
-from oneloop.run.failure import exits_are_errors, failed, report_error, words_of
+from oneloop.run.end import end_of, exits_are_errors, failed, report_error, words_of
 from oneloop.run.folder import Folder
-from oneloop.run.summary import end_of
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early

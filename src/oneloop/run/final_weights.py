@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ def write_final(
     task: Task,
     emas: Iterable[EMA] = (),
     *,
-    about: Mapping[str, Any] = MappingProxyType({}),
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``model.safetensors``, a file for each EMA, and the task's files.
 
@@ -80,7 +79,7 @@ def write_final(
             task.save(_whole(model, task, weights), folder)
         else:
             task.save(bare(model), folder)
-    manifest = dict(about)
+    manifest = dict(about or {})
     if origin is not None:
         manifest["base"] = origin.description
     vouch(folder, manifest)

@@ -20,18 +20,12 @@ from oneloop.basics.untrusted import damaged, delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.store import Store, problems_of_files
+from oneloop.launch.processes import Run
 from oneloop.recipe.comparison import is_training_key
 from oneloop.run.compatibility import SOURCE, input_differences
 
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
-_BEFORE_RECIPE = {
-    *(".lock", "owner.json", "environment.json", ".recipe.yaml.draft", ".environment.json.draft"),
-    *(WORD, f".{WORD}.draft"),
-}
-"""files of a run that was killed before it wrote its recipe"""
-
-_GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
-
+_SECONDS = 10.0  # until a file from another machine appears on shared storage
 _LONGER = (
     ". A longer duration needs no such key if schedule and EMA do not depend on it (schedule.name "
     "constant)"
@@ -77,12 +71,8 @@ class Folder:
         """
         if resume not in ("auto", "never"):
             reject_resume_path(resume)
-        try:
+        with writing(self._name, "choose another run.dir"):
             return self._inspected(inputs, resume, accept_changes)
-        except OSError as error:
-            raise BadInput(
-                f"{self._name} cannot be used: {error.strerror}; choose another run.dir"
-            ) from error
 
     def _inspected(
         self, inputs: Mapping[str, Any], resume: str, accept_changes: bool
@@ -158,7 +148,7 @@ class Folder:
     def _holds_no_run(self) -> bool:
         """Return whether there are files, and not those of a run."""
         names = {path.name for path in self.path.iterdir()}
-        return not names <= _BEFORE_RECIPE and not {"recipe.yaml", "environment.json"} <= names
+        return bool(names) and not names & {".lock", "environment.json"}
 
     def read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
@@ -251,10 +241,11 @@ class Folder:
             self.close()
         if self.begun:
             return
-        if self._made:
-            (self.path / ".lock").unlink(missing_ok=True)
         with suppress(OSError):
-            for folder in self._made:
+            for name in (".lock", WORD) if self._made else ():
+                (self.path / name).unlink(missing_ok=True)
+        for folder in (self._store.root, *self._made):
+            with suppress(OSError):
                 folder.rmdir()  # only if it is empty
 
     def _reject_full_disk(self, need: int) -> None:
@@ -313,3 +304,42 @@ def read_vouched(file: Path) -> dict[str, Any]:
     if not intact(content):
         raise ValueError("its checksum differs")
     return content
+
+
+def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) -> bool:
+    """Compare the run folders of all ranks. Collective: call on every rank.
+
+    Args:
+        folder: the run folder, which rank 0 has locked.
+        run: this process.
+        patience: factor of the time that a file may take to appear on another machine.
+        required: whether it is an error if a rank sees another folder.
+
+    Returns:
+        Whether all ranks see the folder of rank 0.
+
+    Raises:
+        BadInput: a rank sees another folder, and it is ``required``.
+    """
+    # Wait until this rank sees the file that rank 0 wrote.
+    file = folder / "owner.json"
+    owner = run.from_main(_read(file) if run.main else None)
+    until = time.monotonic() + _SECONDS * (patience or 1.0)
+    while _read(file) != owner and time.monotonic() < until:
+        time.sleep(0.1)
+
+    there = run.gathered((_read(file) == owner, f"{folder.absolute()} on {socket.gethostname()}"))
+    for rank, (same, path) in enumerate(there):
+        if not same and required:
+            raise BadInput(
+                f"run.dir {folder} is another folder on rank {rank} ({path}) than on rank 0 "
+                f"({there[0][1]}); put it on shared storage, or set save.mirror"
+            )
+    return all(same for same, _ in there)
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except OSError:
+        return None

@@ -10,15 +10,15 @@ from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
-from oneloop.basics.bucket import Bucket, StoreError
-from oneloop.basics.exit_codes import DONE, ERROR, BadInput
+from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import DONE, ERROR, BadInput, Unavailable
 from oneloop.basics.files import replacing
 from oneloop.basics.system.processes import boot_id
 from oneloop.basics.untrusted import read_bytes
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.manifest import MANIFEST
-from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_in, unreadable
+from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_in
 from oneloop.checkpoint.store import step_of
 from oneloop.run.folder import WORD, Folder
 
@@ -58,27 +58,23 @@ class MirroredFolder(Folder):
         with self._announced(), readable(self._address, self.path):
             # Is it the mirror of a run?
             bucket = Bucket(self._address)
-            saved: list[str] = []  # folders of checkpoints
-            others: list[str] = []
-            for name in bucket.sizes(""):
-                if OURS.fullmatch(name) and name.endswith(MANIFEST):
-                    saved.append(name.rpartition("/")[0])
-                elif not _is_ours(name):
-                    others.append(name)
-            if not saved and others:
+            names = bucket.sizes("")
+            manifests = [name for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
+            others = [name for name in names if not _is_ours(name)]
+            if others and not manifests:
                 raise BadInput(
                     f"{self._address} holds {min(others)}, which is not of oneloop; choose "
                     "another address"
                 )
-            if not saved:
+            if not manifests:
                 return None
 
             # Inspect a folder with the same small files, and with empty checkpoints.
             with TemporaryDirectory(prefix="oneloop-") as scratch:
                 there = Folder(Path(scratch), name=f"the mirror {self._address}", say=self.say)
                 fetch_files(bucket, there.path)
-                for folder in saved:
-                    (there.path / folder).mkdir(parents=True)
+                for manifest in manifests:
+                    (there.path / manifest).parent.mkdir(parents=True)
                 found = there.inspect(inputs, resume=resume, accept_changes=accept_changes)
         self.finished = there.finished
         if not found:
@@ -106,21 +102,20 @@ class MirroredFolder(Folder):
             # Each start writes a new word into the folder once it is the owner. The token of the
             # earlier start has the word from before.
             earlier = self._token(self.path / WORD)
-            with self._announced(), self._writing(), replacing(self.path / WORD) as draft:
+            address = readable(self._address, self.path)
+            with self._announced(), address, self._writing(), replacing(self.path / WORD) as draft:
                 bucket = Bucket(self._address)
                 draft.write_text(token_hex(16))
                 about = {**self.owner, "token": self._token(draft)}
                 self.lease = take(bucket, about, earlier=earlier, say=self.say)
                 newest_there = steps_in(bucket)[-1:]
-
             newest_here = [step_of(path) for path in self._store.sealed()[-1:]]
             self._newer_there = newest_there > newest_here
-        except (Taken, BadInput) as error:
+        except (Taken, BadInput, Unavailable) as error:
             self.abandon()
-            raise BadInput(str(error)) from error
-        except StoreError as error:
-            self.abandon()
-            raise unreadable(self._address, error) from error
+            if isinstance(error, Taken):
+                raise BadInput(str(error)) from error
+            raise
 
     def _token(self, word: Path) -> str:
         """Return what identifies a start in this folder, on this machine since it was started.
@@ -128,14 +123,11 @@ class MirroredFolder(Folder):
         A copy of the folder has the same word, but in another file. Empty if there is no word.
         """
         started = boot_id()
-        try:
+        with suppress(OSError, ValueError):
             written = read_bytes(word, _MOST_WORD).hex()
-            file = word.stat().st_ino
-        except (OSError, ValueError):
-            return ""
-        if not started:
-            return ""
-        return xxh3_128_hexdigest(f"{started} {self.path.resolve()} {file} {written}".encode())
+            text = f"{started} {self.path.resolve()} {word.stat().st_ino} {written}"
+            return xxh3_128_hexdigest(text.encode()) if started else ""
+        return ""
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
@@ -168,16 +160,6 @@ class MirroredFolder(Folder):
             )
             summary["exit_code"] = ERROR
         return summary
-
-    def abandon(self) -> None:
-        """:meth:`Folder.abandon`, also of what was fetched."""
-        with suppress(OSError):  # the error of the start is reported; the next start sweeps, too
-            self._store.sweep(".fetched")
-            self._store.root.rmdir()  # only if it is empty
-        if self._made and not self.begun:
-            with suppress(OSError):
-                (self.path / WORD).unlink(missing_ok=True)
-        super().abandon()
 
     def close(self) -> None:
         """Release the lock and the mirror."""

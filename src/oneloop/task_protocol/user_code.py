@@ -1,6 +1,7 @@
 """Call a task's code: an error names its file and line."""
 
 import inspect
+import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
 from oneloop.basics.extras import how_to_install
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 
 
 def named(task: Any, member: str) -> str:
@@ -56,32 +59,41 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise
-        if isinstance(error, ValueError | ImportError) and _by_oneloop(task, error):
+        packaged = type(task).__module__.startswith("oneloop.") and _by_oneloop(error)
+        if packaged and isinstance(error, ValueError | ImportError):
             # A packaged task's message is for the user already.
             raise BadInput(f"{error}{how_to_install(error)}") from error
         raise BadInput(
             f"{named(task, member)} failed: {type(error).__name__}: {error} "
-            f"({_source_line(task, error)}){how_to_install(error)}"
+            f"({_position(error)}){how_to_install(error)}"
         ) from error
 
 
-def _by_oneloop(task: Any, error: Exception) -> bool:
-    """Whether the code of a packaged task raised the error."""
-    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(
-        Path(__file__).parents[1]
-    )
+def where(error: BaseException) -> str:
+    """Return the position of an error in the user's code, so that a bug is not taken for bad input.
 
-
-def _source_line(task: Any, error: Exception) -> str:
-    """Return file and line of the innermost frame in the task's file.
-
-    If there is none, return those of the innermost frame.
+    It is the innermost line outside of libraries and oneloop; empty if oneloop raised the error.
     """
+    return "" if _by_oneloop(error) else f" ({_position(error)})"
+
+
+def is_library(file: str) -> bool:
+    """Return whether a source file is part of Python or of an installed package."""
+    return file.startswith(_LIBRARIES) or "-packages/" in file
+
+
+def _by_oneloop(error: BaseException) -> bool:
+    """Whether oneloop's own code raised the error."""
+    return _is_ours(traceback.extract_tb(error.__traceback__)[-1].filename)
+
+
+def _is_ours(file: str) -> bool:
+    return Path(file).is_relative_to(Path(__file__).parents[1])
+
+
+def _position(error: BaseException) -> str:
+    """Return file and line of the innermost frame in the user's code; else of the innermost."""
     frames = traceback.extract_tb(error.__traceback__)
-    try:
-        own = inspect.getsourcefile(type(task))
-    except TypeError:
-        own = None
-    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    of_user = [f for f in frames if not (_is_ours(f.filename) or is_library(f.filename))]
+    frame = (of_user or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

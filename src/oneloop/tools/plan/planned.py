@@ -28,10 +28,10 @@ from oneloop.basics.extras import how_to_install
 from oneloop.basics.system.start_methods import spawns, start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
-from oneloop.launch.agreement import where
 from oneloop.launch.processes import start
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
+from oneloop.task_protocol.user_code import where
 from oneloop.tools.nodes import Nodes, accelerate_variables
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from oneloop.basics.exit_codes import STOPPED
+from oneloop.show.terminal import metric
 from oneloop.tools.run_reader import Record, entries, number
 
 _SIGNIFICANT = 0.15  # share of the time from which something is worth a sentence
@@ -72,6 +73,26 @@ def sentences(run: Record) -> Iterator[str]:
     about = str(found.get("about", ""))
     stopped = run.summary.get("exit_code") == STOPPED or found.get("stops", 0) != 0
     if about and " 1 starts" not in about and not stopped:
+        yield about
+
+
+def results(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines at the end: samples and time, the best evaluation, and final/."""
+    if summary.get("samples") and summary.get("seconds"):
+        rate = summary["samples"] / summary["seconds"]
+        seconds = f"{summary['seconds']:,.1f} s"
+        yield f"{summary['samples']:,} samples in {seconds}, {rate:,.0f} samples/s on average"
+
+    best = summary.get("best") or {}
+    if best.get("value") is not None:
+        yield f"best {best['metric']}: {metric(best['value'])} at step {best['step']:,}"
+    final = summary.get("final") or {}
+    if final and not summary.get("exit_code"):
+        about = f"final/ holds the {final['weights']} weights, of step {final['step']:,}"
+
+        # Was the best evaluation well before the end?
+        if final["weights"] == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
+            about += "; --save.final best keeps those of the best evaluation"
         yield about
 
 

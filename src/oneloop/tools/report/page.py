@@ -28,7 +28,7 @@ from oneloop.basics.files import (
     writing,
     yaml_text,
 )
-from oneloop.tools.report.advice import goodput, sentences
+from oneloop.tools.report.advice import goodput, results, sentences
 from oneloop.tools.report.charts import axes, charts, rows
 from oneloop.tools.report.example_pages import sections
 from oneloop.tools.report.headline import (
@@ -74,7 +74,7 @@ def ended(folder: Path) -> tuple[str, dict[str, Any], list[str]]:
     if "seconds" in run.summary:  # it has not failed
         more["goodput"] = goodput(run, now=time.time())
         run.summary |= more
-    return _page([run]), more, [*sentences(run)]
+    return _page([run]), more, [*sentences(run), *results(run.summary)]
 
 
 def _page(runs: list[Record]) -> str:

@@ -27,24 +27,48 @@ def starts(folder: Folder, began: float, seconds: float) -> dict[str, float]:
         training that were lost and are done again. ``before``: training time before the first
         start, in another folder. ``stops``: starts that ended by a requested stop.
     """
-    new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds, "stops": 0}
+    new = {
+        "first": began,
+        "number": 1,
+        "repeated": 0.0,
+        "before": seconds,
+        "stops": 0,
+    }
     old = folder.read("environment.json", partial(_starts, like=new))
     if not old:
         return new
 
     # What was trained after the checkpoint is lost: the last log line says until when.
-    if (folder.path / "metrics.jsonl").is_file():
-        with suppress(OSError), (folder.path / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            times = [line["time"] for line in parsed(file) if is_number(line.get("time"))]
-            last = max(times, default=0.0)
-            old["repeated"] += max(0.0, last - max(seconds, old["before"]))
-    ended = folder.read("summary.json", read_vouched) or {}
-    old["stops"] = old.get("stops", 0) + (ended.get("exit_code") == STOPPED)
-    return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
+    file = folder.path / "metrics.jsonl"
+    if file.is_file():
+        with suppress(OSError):
+            lost = _last_time(file) - max(seconds, old["before"])
+            old["repeated"] += max(0.0, lost)
+
+    # Did the last start end by a requested stop?
+    ended = folder.read("summary.json", read_vouched)
+    if ended and ended.get("exit_code") == STOPPED:
+        old["stops"] += 1
+    old["number"] += 1
+    old["before"] = min(old["before"], seconds)
+    return old
+
+
+def _last_time(file: Path) -> float:
+    """Return the training time of the last log line of metrics.jsonl; 0 if there is none."""
+    with file.open("rb") as lines:
+        size = lines.seek(0, os.SEEK_END)
+        lines.seek(max(0, size - _TAIL))
+        times = [0.0]
+        for line in parsed(lines):
+            if is_number(line.get("time")):
+                times.append(line["time"])
+    return max(times)
 
 
 def _starts(file: Path, *, like: Mapping[str, float]) -> dict[str, float]:
     """Return the times of the starts in environment.json, with the types of others."""
     starts = read_json(file).get("starts", {})
-    return {name: type(value)(starts[name]) for name, value in like.items() if starts}
+    if not starts:
+        return {}
+    return {name: type(value)(starts[name]) for name, value in like.items()}

@@ -1,5 +1,6 @@
-"""Errors that end a run: their words, their report to the supervisor, and the run's summary."""
+"""The end of a run: its summary, also of an error, the report, and the printed result."""
 
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -7,16 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from oneloop.basics import exit_codes
-from oneloop.basics.houses import tool
+from oneloop.basics.files import dumps, printable, vouched
+from oneloop.basics.houses import missing, tool
 from oneloop.basics.launcher import rank, ranks
 from oneloop.basics.memory import is_out_of_memory
+from oneloop.basics.untrusted import delete
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.data.data_workers import end_workers
 from oneloop.job.build import Job
-from oneloop.launch.agreement import where
 from oneloop.launch.processes import Run
 from oneloop.run.folder import Folder
 from oneloop.supervise.pipe import CHANNEL
+from oneloop.task_protocol.user_code import where
 
 _WATCHED = 10.0  # seconds that the supervisor has to end a process that reported an error
 
@@ -90,3 +93,62 @@ def exits_are_errors() -> Iterator[None]:
         yield
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r}) was called{where(error)}") from error
+
+
+def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
+    """Write and print the summary; return it, with an error if the mirror is incomplete."""
+    if not folder.begun:
+        folder.abandon()
+        return summary
+
+    # Write nothing if the folder was moved: another folder may be in its place.
+    moved = folder.moved()
+    if moved:
+        folder.close()
+        if moved not in summary["exit_reason"]:
+            print(f"oneloop: {moved}", file=sys.stderr)
+        return {**summary, "exit_reason": f"error: {moved}", "exit_code": exit_codes.ERROR}
+
+    # Write the summary before each upload, which may take long, and with its result.
+    _write(folder, summary)
+    summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
+    _write(folder, summary)
+
+    # Write the report, which derives goodput and advice from metrics.jsonl. An error of the report
+    # does not fail the run.
+    advice: list[str] = []
+    try:
+        reporting = tool("the report page")
+        if reporting is None:
+            print(f"report.html is not written: {missing('the report page')}", file=sys.stderr)
+        else:
+            page, more, advice = reporting.ended(folder.path)
+            folder.write("report.html", page)
+            summary = summary | more
+    except Exception as error:
+        print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
+    _write(folder, summary)
+    summary = folder.uploaded(summary, final=False)
+    _write(folder, summary)
+    folder.close()
+
+    # Print the result.
+    run.display.lines(advice)
+    ended = f"{summary['exit_reason']}; results in {folder.path}"
+    if "mirrored" in summary:
+        ended += f"; newest step in the mirror: {summary['mirrored']}"
+    if summary["exit_code"] == exit_codes.STOPPED:
+        ended += "; the same command continues the run"
+    if run.display.output == "json":
+        print(dumps({**summary, "folder": str(folder.path)}), flush=True)
+    else:
+        print(printable(ended), flush=True)
+    return summary
+
+
+def _write(folder: Folder, summary: dict[str, Any]) -> None:
+    try:
+        folder.write_json("summary.json", vouched(summary))
+        delete(folder.path / "STOP", inside=folder.path)
+    except OSError as error:  # a full disk: the exit code still reports the result
+        print(f"the end of the run cannot be written: {error}", file=sys.stderr)
