@@ -3,10 +3,13 @@ correct them."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from oneloop.basics.exit_codes import BadInput
+from oneloop.task_protocol.user_code import theirs
 from silent_cases import ALL, Case, files, words
 from slow_cases import with_slow
 from worlds import Ended, each_forked, here, run
@@ -74,3 +77,15 @@ def test_it_is_reported_and_nothing_is_written(request, tmp_path, name):
         assert changed == set(), f"left behind or gone: {changed}"
     else:
         assert (folder / "run" / "final" / "model.safetensors").exists()
+
+
+def test_an_error_names_the_innermost_line_of_the_users_code(tmp_path, monkeypatch):
+    (tmp_path / "layers_of_mine.py").write_text("def widths():\n    raise KeyError('width')\n")
+    (tmp_path / "task_of_mine.py").write_text(
+        "import layers_of_mine\nclass Task:\n    def model(self):\n"
+        "        return layers_of_mine.widths()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    task = import_module("task_of_mine").Task()
+    with pytest.raises(BadInput, match=r"KeyError: 'width' \(.*layers_of_mine.py:2\)"):
+        theirs(task, "model", task.model)

@@ -95,6 +95,8 @@ def test_options_of_the_launcher_end_at_the_recipe():
     options = {"config_file": "single", "mixed_precision": "bf16"}
     assert split_words(words) == (options, ["digits", "--batch.size", "8"])
     assert split_words(["--gpu_ids", "0", "digits"]) is None  # accelerate reads it
+    after = ["digits", "--config-file", "single", "--batch.size", "8", "--mixed_precision=bf16"]
+    assert split_words(after) == (options, ["digits", "--batch.size", "8"])
     for words in ([], ["--config_file"], ["--config_file", "single"]):
         with pytest.raises(BadInput, match="no recipe given|needs a value"):
             split_words(words)

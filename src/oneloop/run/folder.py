@@ -237,14 +237,17 @@ class Folder:
 
     def abandon(self) -> None:
         """Release the lock, and remove what :meth:`hold` created if the run did not begin."""
+        # Without the lock, the files are those of another process.
+        folders = self._made
         if self._lock.is_locked:
             self.close()
+            folders = [self._store.root, *folders]
+            if self._made and not self.begun:
+                for name in (".lock", WORD):
+                    (self.path / name).unlink(missing_ok=True)
         if self.begun:
             return
-        with suppress(OSError):
-            for name in (".lock", WORD) if self._made else ():
-                (self.path / name).unlink(missing_ok=True)
-        for folder in (self._store.root, *self._made):
+        for folder in folders:
             with suppress(OSError):
                 folder.rmdir()  # only if it is empty
 
