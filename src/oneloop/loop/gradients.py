@@ -106,7 +106,7 @@ class Gradients:
         return self._reduction.factor
 
     def summing(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
-        """Return a context around the micro-batches of one step, whose ``sums`` begin anew.
+        """Return a context around the micro-batches of one step, with empty ``sums``.
 
         Args:
             position: of the step's first sample in the order of all samples.
