@@ -49,7 +49,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     Raises:
         BadInput: there is none, or it is of another kind.
     """
-    path, attribute = _split(group, name)
+    path, attribute = split_path(group, name)
     module = _imported(group, name, path)
     if not hasattr(module, attribute):
         if path == "__main__":
@@ -160,7 +160,7 @@ def reject_while_importing() -> None:
         )
 
 
-def _split(group: str, name: str) -> tuple[str, str]:
+def split_path(group: str, name: str) -> tuple[str, str]:
     """Split a name into file or module, and attribute.
 
     Raise BadInput for other forms, for a file that does not exist, and for the standard library.
@@ -207,7 +207,7 @@ def only_task(file: str) -> str:
     for none or several.
     """
     file = file.removesuffix(":")
-    path, _ = _split("task", f"{file}:Name")
+    path, _ = split_path("task", f"{file}:Name")
     module = _imported("task", file, path)
     names = []
     for name in _defined_in(module):

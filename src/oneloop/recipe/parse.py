@@ -15,7 +15,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
-from oneloop.recipe.class_paths import CHOICES, only_task, resolve
+from oneloop.recipe.class_paths import CHOICES, only_task, resolve, split_path
 from oneloop.recipe.key_parser import common_parser, parser, types_of
 from oneloop.recipe.key_rules import (
     described,
@@ -166,6 +166,8 @@ def _check_without_imports(written: dict[str, Any], typed: Mapping[str, Any]) ->
         if name in CHOICES[group]:
             known |= set(_PACKAGED_KEYS[group][name])
         else:
+            only_file = name.endswith(".py:")
+            split_path(group, f"{name}Name" if only_file else name)
             imported.add(group)
     for key in given:
         group = key.partition(".")[0]

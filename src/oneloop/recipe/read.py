@@ -3,9 +3,8 @@
 import json
 import re
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
@@ -16,16 +15,12 @@ from oneloop.recipe.class_paths import CHOICES, path_of
 from oneloop.recipe.schema import GROUPS
 from oneloop.recipe.synonyms import suggestion
 
-RECIPES = resources.files("oneloop") / "tasks" / "recipes"
+RECIPES = Path(__file__).parents[1] / "tasks" / "recipes"
 
 
 def packaged() -> list[str]:
     """Return the names of the packaged recipes; none if oneloop/tasks was deleted."""
-    if not RECIPES.is_dir():
-        return []
-    return sorted(
-        file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")
-    )
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -81,12 +76,17 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     Raises:
         BadInput: it cannot be read.
     """
+    path = Path(source)
     if source in packaged():
-        name = source
-        text = (RECIPES / f"{source}.yaml").read_text(encoding="utf-8")
-    else:
-        name = Path(source).stem
-        text = _text_of_file(source)
+        path = RECIPES / f"{source}.yaml"
+    elif path.suffix not in (".yaml", ".yml"):
+        _reject_name(source)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"recipe {source!r} is not text: {error}") from error
 
     # Parse it.
     try:
@@ -97,34 +97,24 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
         raise BadInput(
             f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}"
         )
-    return name, flat(content)
+    return path.stem, flat(content)
 
 
-def _text_of_file(source: str) -> str:
-    """Return the text of a YAML file. Raise BadInput if it cannot be read."""
-    # A name without the suffix of YAML was meant as that of a packaged recipe.
-    path = Path(source)
-    if path.suffix not in (".yaml", ".yml"):
-        known = ", ".join(packaged())
-        if source in CHOICES["task"]:
-            raise BadInput(
-                f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
-            )
-        if not known:
-            raise BadInput(
-                f"recipe {source!r} is unknown, because {missing('a packaged task')}; use a YAML "
-                "file or a task (my_task.py:MyTask), or install oneloop again"
-            )
+def _reject_name(source: str) -> NoReturn:
+    """Raise BadInput: a name without the suffix of YAML was meant as that of a packaged recipe."""
+    known = ", ".join(packaged())
+    if source in CHOICES["task"]:
         raise BadInput(
-            f"recipe {source!r} is unknown; use {known} or a YAML "
-            f"file{suggestion(source, packaged())}"
+            f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
         )
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"recipe {source!r} is not text: {error}") from error
+    if not known:
+        raise BadInput(
+            f"recipe {source!r} is unknown, because {missing('a packaged task')}; use a YAML file "
+            "or a task (my_task.py:MyTask), or install oneloop again"
+        )
+    raise BadInput(
+        f"recipe {source!r} is unknown; use {known} or a YAML file{suggestion(source, packaged())}"
+    )
 
 
 def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
