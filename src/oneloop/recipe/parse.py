@@ -248,7 +248,7 @@ def _text(key: str, value: Any, kind: Any) -> str:
 def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
     for key in given:
         if key in GROUPS:
-            inside = [name for name in known if name.startswith(f"{key}.")]
+            inside = sorted(name for name in known if name.startswith(f"{key}."))
             raise BadInput(
                 f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}"
             )
