@@ -324,7 +324,7 @@ def test_state_among_the_settings_of_an_optimizer_continues_and_the_settings_do_
     cut(tmp_path / "alone", tmp_path / "other", 6)
     again, changed, rejected = in_turn(tmp_path, [*words, "same"], decayed, other)
     assert (again.code, changed.code) == (0, 0), again.output + changed.output
-    assert rejected.code == 2 and "has the state of GrowingDefault, but AdamW" in rejected.output
+    assert rejected.code == 2 and "has the state of GrowingDefault " in rejected.output
     same(tmp_path / "alone", tmp_path / "same")
 
     # Another weight decay takes effect, and the optimizer's own state is that of the run.
