@@ -278,7 +278,11 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
             "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect",
             marks=pytest.mark.slow,
         ),
-        (["--fsdp_activation_checkpointing", "true"], "fsdp_activation_checkpointing true and"),
+        pytest.param(
+            ["--fsdp_activation_checkpointing", "true"],
+            "fsdp_activation_checkpointing true and",
+            marks=pytest.mark.slow,
+        ),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor, context or sequence"),
         pytest.param(
             {"PARALLELISM_CONFIG_CP_SIZE": "2"},

@@ -147,5 +147,7 @@ class _Continued(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Any:  # type: ignore[override]
-        scaled = [(outer * gradient).to(gradient.dtype) for gradient in ctx.gradients]
+        scaled = []
+        for gradient in ctx.gradients:
+            scaled.append((outer * gradient).to(gradient.dtype))
         return None, None, *scaled
