@@ -13,8 +13,12 @@ def round_frozen(model: nn.Module, dtype: str | None) -> None:
         model: not yet wrapped or sharded.
         dtype: None: unchanged.
     """
+    if dtype is None:
+        return
+    rounding: torch.dtype = getattr(torch, dtype)
     for parameter in model.parameters():
-        held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
+        if parameter.requires_grad or in_four_bits(parameter):
+            continue
         # as hold_frozen does
-        if held and parameter.dtype is torch.float32 and not in_four_bits(parameter):
-            parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
+        if parameter.dtype is torch.float32 and parameter.ndim >= 2:
+            parameter.data = parameter.data.to(rounding).float()
