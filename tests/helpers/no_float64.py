@@ -34,6 +34,7 @@ ON_HOST = {
     "basics/wide_sums.py on_host": "copies a tensor to the host first",
     "task_protocol/evaluation_metrics.py named_values": "a number that a metric has computed",
     "tasks/text_regression.py": "float64 metrics stay in host memory",
+    "launch/processes.py largest": "numbers that the ranks exchange through the host",
 }
 """functions (or files) that make float64 in host memory, and why; at most five"""
 

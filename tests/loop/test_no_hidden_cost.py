@@ -3,6 +3,7 @@ strategy."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
@@ -47,12 +48,12 @@ def counted(argv: list[str]) -> dict[str, int]:
 
     code = 0
     try:
-        original, train.Run.end = train.Run.end, lambda self, code: None
+        original, train.entry.leave = train.entry.leave, lambda code, *, main: sys.exit(code)
         Profiling.advance = step
         train.main(argv)
     except SystemExit as end:
         code = end.code
-    train.Run.end = original
+    train.entry.leave = original
     assert not code
     assert begun == [FIRST] and ended == [FIRST + STEPS]
     return Counter(
@@ -147,9 +148,9 @@ def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
 def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
     own = {
-        # accelerate makes two units of this model: both micro-batches gather them
-        "c10d::_allgather_base_": 4 * STEPS,
-        "c10d::_reduce_scatter_base_": 2 * STEPS,  # scattered once per step
+        # this model is one unit: both micro-batches gather it
+        "c10d::_allgather_base_": 2 * STEPS,
+        "c10d::_reduce_scatter_base_": STEPS,  # scattered once per step
         "c10d::allreduce_": 2 * STEPS,  # the gradient norm; weight and stop flag
     }
     if optimizer == "muon":
@@ -183,14 +184,14 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
                 "c10d::allreduce_": STEPS,
             },
         ),
-        # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and
+        # One unit, exchanged in both micro-batches; the norm's maximum and its digits; weight and
         # stop flag.
         (
             2,
             "fsdp2",
             {
-                "c10d::_allgather_base_": 4 * STEPS,
-                "c10d::alltoall_base_": 4 * STEPS,
+                "c10d::_allgather_base_": 2 * STEPS,
+                "c10d::alltoall_base_": 2 * STEPS,
                 "c10d::allreduce_": 3 * STEPS,
             },
         ),

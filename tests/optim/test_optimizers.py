@@ -166,7 +166,7 @@ def test_a_list_is_typed_with_commas():
         resolved = read(["digits", "--optimizer.betas", *words]).resolved
         assert list(resolved["optimizer"]["betas"]) == [0.5, 0.999]
     assert read(["digits", "--machine.blocks", "One,Two"]).machine.blocks == ["One", "Two"]
-    assert read(["digits", "--track", "none"]).track == ()
+    assert read(["digits", "--track", "none"]).track == []
 
 
 HOOKED = [(name, exact) for name in ("adamw", "sgd", "muon") for exact in (False, True)]

@@ -222,6 +222,8 @@ def test_every_key_in_a_table_of_equivalents_exists(page):
     for row in re.findall(r"^\|.*\|(.*)\|$", page.read_text(), re.M):
         for words in re.findall("`([^`]+)`", row):
             key = re.match(r"(?:--)?((\w+)(?:\.\w+)+)", words)
+            if key and f"{key[2]}.name torch." in row:  # an argument of this class
+                continue
             if key and key[2] in groups and key[1] not in ("task.lora", "oneloop.evaluate"):
                 assert f"| `{key[1]}`" in KEYS, f"{page.name}: {words}"
 

@@ -36,12 +36,12 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
         return norm.to(gradients[0].dtype)
 
     # Unsharded gradients need no exchange.
-    norm = get_total_norm(whole)
+    norm = get_total_norm(whole, foreach=True)
     if not sharded:
         return norm
 
     # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
-    square = get_total_norm(shards).square()
+    square = get_total_norm(shards, foreach=True).square()
     mesh = sharded[0].device_mesh
     for dimension, placement in enumerate(sharded[0].placements):
         if placement.is_shard():

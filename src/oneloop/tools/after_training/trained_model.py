@@ -20,7 +20,7 @@ from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.final_weights import load_task_state
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
 from oneloop.tools.after_training.recorded_task import recorded_by, reject_changed_data
-from oneloop.tools.rounded_matrices import round_frozen
+from oneloop.tools.after_training.rounded_matrices import round_frozen
 
 
 @dataclass(frozen=True)
