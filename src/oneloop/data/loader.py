@@ -17,26 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from oneloop.basics.differences import Texts, differences, listed
 from oneloop.basics.exact_sums import rounded_sum
+from oneloop.basics.launcher import local_ranks
 from oneloop.basics.seeds import restored_generators, with_restored_generators
+from oneloop.basics.system.processes import usable_cores
+from oneloop.basics.tensors import host_group
 from oneloop.basics.untrusted import damaged
-from oneloop.data.current_group import CurrentGroup
+from oneloop.data.data_workers import workers_here
 from oneloop.data.fingerprint import content_of
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
+    accumulate_group,
     check_dataset,
     check_position,
     check_ranks,
-    device_of,
-    group_of,
     layout_of,
-    place,
     place_of,
-    workers_of,
 )
 from oneloop.data.order import checked_order, order_hash
 from oneloop.data.step_batches import Group, groups
@@ -121,28 +122,25 @@ class Loader:
         self.seed = seed
 
         # Which part of a step is this process's?
-        if accelerator is None:
-            self._rank, ranks = place(rank, ranks)
-            self._device = device_of(device)
-        elif (rank, ranks, device) != (None, None, None):
-            raise ValueError(
-                "Loader got an accelerator, and also rank, ranks or device; the accelerator knows "
-                "them: remove them"
-            )
-        else:
-            self._rank, ranks = place_of(accelerator)
-            on_device = accelerator.device_placement
-            self._device = accelerator.device if on_device else torch.device("cpu")
+        self._accelerator = accelerator
+        self._rank, ranks, self._device = place_of(accelerator, rank, ranks, device)
         self.layout = layout_of(batch_size, ranks, micro, grain, accelerator)
         self._order = checked_order(dataset, seed=seed, batch=batch_size, shuffle=shuffle)
-        self._workers = workers_of(workers, self._device)
+        cores = usable_cores() // local_ranks()
+        self._workers = workers_here(workers, device=self._device, cores=cores)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
 
         # A weight that only the ranks together know is summed on the host.
         self._group: Any = None
-        varies = weight is not None or bool(getattr(dataset, "skips", False))
-        if varies and ranks > 1:
-            self._group = group_of(ranks)
+        if ranks > 1 and (weight is not None or getattr(dataset, "skips", False)):
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            if world != ranks:
+                raise ValueError(
+                    f"the weights of {ranks} processes are summed over all processes of "
+                    f"torch.distributed, which has {world}; call init_process_group first, or "
+                    "leave out weight"
+                )
+            self._group = host_group()
 
         # All ranks must have the same data, and the same samples each time.
         with restored_generators():
@@ -156,8 +154,8 @@ class Loader:
         check_ranks(ranks, self._identity(0), self._device)
 
         # Where the loop is.
-        self._finished = 0  # groups
-        self._current = CurrentGroup(accelerator, self.layout.accumulate, batch_size)
+        self._finished = 0  # groups before the current one
+        self._taken = 0  # batches of the current group that were handed out
         self._loop: object = None  # the newest loop; None: the position was set since it began
 
     @property
@@ -175,42 +173,38 @@ class Loader:
         Raises:
             RuntimeError: Accelerate divides by the number of micro-batches of another group.
         """
-        if self._current.taken and not self._current.counts():
-            self._current.reject_other_steps()
-        return self.layout.ranks * (self.layout.accumulate if self._current.accelerator else 1)
+        if self._taken:
+            self._reject_other_steps()
+        return self.layout.ranks * (self.layout.accumulate if self._accelerator else 1)
 
     @property
     def position(self) -> int:
-        """Return the number of groups that were trained.
+        """Return the number of groups whose batches were all handed out.
 
-        A group counts once its update was made: an optimizer of torch has stepped after its last
-        batch was handed out. torch does not show a step that a ``GradScaler`` or a guard leaves
-        out: such a group counts when the loop over its batches has ended, or at once, if the
-        accelerator has prepared the optimizer. Each group counts at the latest when the next one
-        is handed out. Groups that were only loaded ahead do not count.
+        Save a state after the update of a group, or before its first batch is used: between its
+        last batch and its update, a state counts the group without its update. Groups that were
+        only loaded ahead do not count.
 
         Setting it selects the next group, but not between the batches of a group.
 
         Raises:
             RuntimeError: the position is set between the batches of a group.
         """
-        return self._finished + self._current.counts()
+        return self._finished + (self._taken == self.layout.accumulate)
 
     @position.setter
     def position(self, position: int) -> None:
-        check_position(position, self.batch_size)
-        self._current.reject_inside(f"position {position}")
-        self._go_to(position)
+        check_position(position)
+        self._go_to(position, f"position {position}")
 
-    def _go_to(self, position: int) -> None:
+    def _go_to(self, position: int, event: str) -> None:
+        self._reject_inside(event)
         self._finished = position
-        self._current.hand_out()
+        self._taken = 0
         self._loop = None
 
     def __iter__(self) -> Iterator[Group]:
-        # A group that the loop before has left is finished, or repeated: as for a state.
-        self._current.reject_inside("a new loop")
-        self._go_to(self.position)
+        self._go_to(self.position, "a new loop")
         while True:
             loop = self._loop = object()
             for group in self._summed(self._loaded()):
@@ -228,12 +222,12 @@ class Loader:
                 if self._loop is None:
                     break
                 self._check_loop(loop)
-                self._current.reject_inside("the next step")
+                self._reject_inside("the next step")
                 for _ in batches:  # of a group that the loop has left out
                     pass
                 group.used = True
                 self._finished += 1
-                self._current.hand_out()
+                self._taken = 0
 
     def _check_loop(self, loop: object) -> None:
         if self._loop is not loop:
@@ -243,13 +237,54 @@ class Loader:
             )
 
     def _counted(self, batches: Iterator[Any], loop: object) -> Iterator[Any]:
-        """Yield the user's batches of a group, and count them."""
+        """Yield the user's batches of a group, and count them.
+
+        From its first batch to its last, the group belongs to the accelerator, which counts the
+        batches in ``accumulate()`` and adds up their gradients. Nothing else may begin in between.
+        """
         for loaded in batches:
             self._check_loop(loop)
-            self._current.take()
+            if not self._taken:
+                if self._accelerator:
+                    self._reject_inside("a group")
+                    accumulate_group(self._accelerator, self.layout.accumulate)
+                self._reject_other_steps()
+            self._taken += 1
             yield loaded[BATCH]
-        self._check_loop(loop)
-        self._current.end()
+
+    def _reject_inside(self, event: str) -> None:
+        """Raise RuntimeError if this group, or another of its accelerator, is not complete.
+
+        Args:
+            event: what happens now.
+        """
+        number = self.layout.accumulate
+        done = self._taken % number
+        # Accelerate knows whether batches are trained that were handed out all at once.
+        if self._accelerator and not self._accelerator.sync_gradients:
+            done = done or self._accelerator.step
+            number = self._accelerator.gradient_accumulation_steps
+        if done:
+            raise RuntimeError(
+                f"{event} of the Loader with batch_size {self.batch_size} comes inside a group, "
+                f"after batch {done} of its {number}. A group makes one update: use all its "
+                "batches before that (with Accelerate, each inside accumulate), or keep them with "
+                "batches = list(group). Gradients of a group that was left remain: make "
+                "accelerator, model, optimizer and Loader again, and load a state"
+            )
+
+    def _reject_other_steps(self) -> None:
+        """Raise RuntimeError if Accelerate divides losses by a number unknown to ``factor``."""
+        known = self.layout.accumulate if self._accelerator else 1
+        if GradientState._shared_state and GradientState().num_steps != known:
+            raise RuntimeError(
+                f"an Accelerator of this process has gradient_accumulation_steps "
+                f"{GradientState().num_steps}, by which its backward() divides losses, but the "
+                f"Loader with batch_size {self.batch_size} expects {known}. If this Loader has no "
+                "accelerator, give it accelerator=. If another Loader has begun a group, train "
+                "each group before the next one begins, or give both Loaders one number of "
+                "micro-batches"
+            )
 
     def _loaded(self) -> Iterator[Group]:
         """Yield the groups of this process, from the position on."""
@@ -294,13 +329,12 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what a state must agree with: seed, batch size and data.
 
-        Take it before the first batch of a group is used, or when the group counts: see
-        :attr:`position`.
+        Take it after the update of a group: see :attr:`position`.
 
         Raises:
-            RuntimeError: a batch of a group was used, and the group does not count.
+            RuntimeError: the current group has begun, and its last batch was not handed out.
         """
-        self._current.reject_state()
+        self._reject_inside("a state")
         position = self.position
         return {"position": position, "identity": self._identity(position)}
 
@@ -317,18 +351,18 @@ class Loader:
             ValueError, RuntimeError: as :meth:`check_state_dict`.
         """
         self.check_state_dict(state)
-        self._go_to(state["position"])
+        self._go_to(state["position"], "a loaded state")
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Reject the state of another loader, before anything is loaded.
 
         Raises:
             ValueError: the state is damaged, or has another seed, batch size, order or data set.
-            RuntimeError: a group has begun, and its last batch is not used.
+            RuntimeError: a group has begun, and its last batch was not handed out.
         """
-        self._current.reject_inside("a loaded state")
+        self._reject_inside("a loaded state")
         with damaged("the state of a Loader"):
-            check_position(state["position"], self.batch_size)
+            check_position(state["position"])
             lines = differences(state["identity"], self._identity(state["position"]))
         if lines:
             raise ValueError(

@@ -9,15 +9,11 @@ from accelerate import Accelerator
 from torch.utils.data import IterableDataset
 
 from oneloop.basics.differences import differences, listed
-from oneloop.basics.launcher import local_ranks
 from oneloop.basics.launcher import ranks as launched_ranks
-from oneloop.basics.system.processes import usable_cores
-from oneloop.basics.tensors import host_group
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.current_group import requested_steps
-from oneloop.data.data_workers import workers_here
 
-_MOST = 1 << 62  # samples: positions are 64-bit integers
+_REQUESTED = "requested before oneloop"
+"""in the settings of Accelerate: the ``gradient_accumulation_steps`` before the first group"""
 
 
 def check_dataset(user: str, dataset: Any) -> None:
@@ -44,23 +40,41 @@ def check_dataset(user: str, dataset: Any) -> None:
         )
 
 
-def place(rank: int | None, ranks: int | None) -> tuple[int, int]:
-    """Return rank and number of processes of a script without an accelerator."""
-    if rank is None and ranks is None:
-        world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-        if world > 1:
+def place_of(
+    accelerator: Accelerator | None,
+    rank: int | None,
+    ranks: int | None,
+    device: torch.device | str | None,
+) -> tuple[int, int, torch.device]:
+    """Return rank, number of processes, and where batches go.
+
+    Args:
+        accelerator: of the Loader, if it has one.
+        rank: this process, in place of an accelerator.
+        ranks: number of processes, in place of an accelerator.
+        device: in place of an accelerator; None: torch's current accelerator, or the CPU.
+    """
+    if accelerator is None:
+        if rank is None and ranks is None:
+            world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+            if world > 1:
+                raise ValueError(
+                    f"Loader runs on {world} processes, and each would load all samples; give it "
+                    "the accelerator, or rank and ranks"
+                )
+            rank, ranks = 0, 1
+        if rank is None or ranks is None or not 0 <= rank < ranks:
             raise ValueError(
-                f"Loader runs on {world} processes, and each would load all samples; give it the "
-                "accelerator, or rank and ranks"
+                f"Loader needs both 0 <= rank < ranks, got rank {rank} and ranks {ranks}"
             )
-        return 0, 1
-    if rank is None or ranks is None or not 0 <= rank < ranks:
-        raise ValueError(f"Loader needs both 0 <= rank < ranks, got rank {rank} and ranks {ranks}")
-    return rank, ranks
+        device = device or torch.accelerator.current_accelerator(check_available=True)
+        return rank, ranks, torch.device(device or "cpu")
 
-
-def place_of(accelerator: Accelerator) -> tuple[int, int]:
-    """Return rank and number of processes."""
+    if (rank, ranks, device) != (None, None, None):
+        raise ValueError(
+            "Loader got an accelerator, and also rank, ranks or device; the accelerator knows "
+            "them: remove them"
+        )
     kind = accelerator.distributed_type.value
     parallel = accelerator.parallelism_config
     divided = parallel and parallel.non_data_parallel_size > 1
@@ -70,14 +84,8 @@ def place_of(accelerator: Accelerator) -> tuple[int, int]:
             "tensor, context or sequence parallelism; give rank and ranks of the data-parallel "
             "group in place of the accelerator"
         )
-    return accelerator.process_index, accelerator.num_processes
-
-
-def device_of(device: torch.device | str | None) -> torch.device:
-    """Return the device; None: torch's current accelerator, or the CPU."""
-    return torch.device(
-        device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    )
+    placed = accelerator.device if accelerator.device_placement else torch.device("cpu")
+    return accelerator.process_index, accelerator.num_processes, placed
 
 
 def layout_of(
@@ -105,7 +113,11 @@ def layout_of(
             f"micro {micro} and grain {grain} of a Loader are both sizes of a micro-batch; give one"
         )
 
-    steps = requested_steps(accelerator) if accelerator else 1
+    # Follow what the user has set, not a group of another Loader.
+    steps = 1
+    if accelerator:
+        steps = accelerator.gradient_accumulation_steps
+        steps = accelerator.gradient_state.plugin_kwargs.get(_REQUESTED, steps)
     if steps > 1 and micro is None:
         micro = max(1, batch_size // (ranks * steps))
     sharded = accelerator is not None and accelerator.is_fsdp2
@@ -150,27 +162,35 @@ def check_ranks(ranks: int, own: Mapping[str, Any], device: torch.device) -> Non
             )
 
 
-def group_of(ranks: int) -> Any:
-    """Return a group of all processes on the host. Collective."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if world != ranks:
-        raise ValueError(
-            f"the weights of {ranks} processes are summed over all processes of torch.distributed, "
-            f"which has {world}; call init_process_group first, or leave out weight"
-        )
-    return host_group()
+def accumulate_group(accelerator: Accelerator, number: int) -> None:
+    """Let ``accumulate()`` count the batches of a new group, whatever happened before.
+
+    A state may have been loaded, the setting changed by another Accelerator or Loader, or a
+    prepared DataLoader left at its last batch.
+
+    Args:
+        accelerator: of the Loader.
+        number: batches of the group, on this process.
+
+    Raises:
+        ValueError: the accelerator has prepared a scheduler, which then counts processes.
+    """
+    for scheduler in accelerator._schedulers:
+        if scheduler.step_with_optimizer and not scheduler.split_batches:
+            raise ValueError(
+                f"the accelerator has prepared the scheduler {type(scheduler.scheduler).__name__}, "
+                "so that each step() counts once for each process; do not prepare it: step it once "
+                "after the loop over a group, and save it by register_for_checkpointing. Or create "
+                "Accelerator(step_scheduler_with_optimizer=False)"
+            )
+    settings = accelerator.gradient_state.plugin_kwargs
+    settings.setdefault(_REQUESTED, accelerator.gradient_accumulation_steps)
+    settings["sync_with_dataloader"] = False
+    settings["num_steps"] = number
+    accelerator.step = 0
 
 
-def workers_of(workers: int | str, device: torch.device) -> int:
-    """Return the number of data workers of this process."""
-    cores = usable_cores() // local_ranks()
-    return workers_here(workers, device=device, cores=cores)
-
-
-def check_position(position: Any, batch_size: int) -> None:
-    """Raise ValueError unless this is a number of groups whose samples can be counted."""
-    most = _MOST // batch_size
-    if type(position) is not int or not 0 <= position <= most:
-        raise ValueError(
-            f"the position of a Loader is a number of groups from 0 to {most:,}, got {position!r}"
-        )
+def check_position(position: Any) -> None:
+    """Raise ValueError unless this is a number of groups."""
+    if type(position) is not int or position < 0:
+        raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
