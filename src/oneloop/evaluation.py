@@ -1,10 +1,10 @@
 """Exact distributed evaluation: every sample counts once, on any number of ranks."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +87,8 @@ def evaluate(
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     spans = [*sources.values()]
-    ranks = accelerator.num_processes
-    share = share_of(spans, micro, ranks, accelerator.process_index)
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    share = share_of(spans, micro, ranks, rank)
     device = accelerator.device
     keyed = SeededSamples(dataset, seed=seed, name=name)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
@@ -102,13 +102,25 @@ def evaluate(
         made = make_metrics(task, "metrics", device)
         add = task.update  # type: ignore[attr-defined]
         metrics = RankMetrics(made, add, ranks=1 if whole else ranks, exact=exact)
-    loading = _Loading(keyed, collate, workers, device, pinned)
+
+    def load(share: Share, what: str) -> Generator[tuple[int | None, Batch, float]]:
+        """Yield the source of each micro-batch, the batch on the device, and its weight.
+
+        All generators are seeded before each batch, so that a forward draws the same numbers at
+        each evaluation, on any number of ranks. Close it after an exception: else the data workers
+        stay alive.
+        """
+        host = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
+        batches = transferred(host, device, pinned=pinned)
+        shown = tracked(zip(share.sources, batches, strict=True), what, total=len(share.places))
+        for number, (source, (batch, weight)) in enumerate(shown, start=share.first):
+            reseed(device, seed, number, others=True)
+            yield source, batch, weight
 
     # Run the forwards.
     share_buffers(model)
-    with evaluating(model), closing(loading.weighed(share)) as weighed:
-        batches = tracked(weighed, "evaluating", total=len(share.places))
-        for source, (batch, weight) in zip(share.sources, batches, strict=True):
+    with evaluating(model), closing(load(share, "evaluating")) as loaded:
+        for source, batch, weight in loaded:
             if interrupted():
                 return None
             outputs = losses.batch(model, batch, source, weight)
@@ -118,144 +130,62 @@ def evaluate(
                 metrics.update(batch, outputs)
             if examples is not None:
                 examples.take(batch, outputs)
-        _look(examples, task, model, loading, micro)
+
+        # Show the chosen samples, if the task can show them.
+        if examples is not None and hasattr(task, "show"):
+            chosen = sample_reader(partial(_chosen, keyed, collate), workers=workers)
+            with BEATS.phase(METRICS), chosen as read:
+                try:
+                    examples.look(task, model, len(dataset), read, device=device, micro=micro)
+                except CannotSend as error:  # on all ranks, which load the same samples
+                    examples.problem = f"a data worker cannot send a sample ({error})"
 
     with BEATS.phase(METRICS):
-        results = _combined([*sources], losses, metrics, task, examples)
-    of_texts = _generated(task, model, loading, generation, accelerator, interrupted, exact=exact)
-    return None if of_texts is None else results | of_texts
+        # The mean loss of all samples; of several sources also that of each one.
+        sums = losses.summed()
+        totals, weights = zip(*sums, strict=True)
+        results = {"loss": math.fsum(totals) / math.fsum(weights)}
+        for source_name, (total, weight) in zip(sources, sums, strict=True):
+            if len(sources) > 1 and weight:
+                results[f"loss/{source_name}"] = total / weight
 
-
-def _generated(
-    task: Any,
-    model: nn.Module,
-    loading: "_Loading",
-    generation: Generation | None,
-    accelerator: Accelerator,
-    interrupted: Callable[[], bool],
-    *,
-    exact: bool,
-) -> dict[str, float] | None:
-    """Return the metrics of what the task generates; None if interrupted. Collective."""
+        # Metrics of a whole-batch loss see the whole set at once.
+        if metrics is not None:
+            if isinstance(losses, WholeBatches):
+                parts, columns = losses.whole
+                metrics.update(columns, parts)
+            values = metrics.compute()
+            if examples is not None:
+                examples.matrices = matrices(task, values)
+            results |= scalars(values)
     if generation is None:
-        return {}
+        return results
 
-    # The micro-batches do not depend on the number of ranks.
-    indices = generation.indices(len(loading.samples))
-    ranks, rank = accelerator.num_processes, accelerator.process_index
+    # Generate. The micro-batches do not depend on the number of ranks.
+    indices = generation.indices(len(dataset))
     share = share_of([range(len(indices))], generation.batch, ranks, rank)
-    places = []
-    for micro_batch in share.places:
-        places.append([(epoch, indices[number]) for epoch, number in micro_batch])
+    places = [[(0, indices[number]) for _, number in row] for row in share.places]
+    made = make_metrics(task, "generated_metrics", device)
+    add = task.update_generated  # type: ignore[attr-defined]
+    metrics = RankMetrics(made, add, ranks=ranks, exact=exact)
     share = replace(share, places=places)
-    made = make_metrics(task, "generated_metrics", loading.device)
-    metrics = RankMetrics(made, task.update_generated, ranks=ranks, exact=exact)
-    with evaluating(model), closing(loading.weighed(share)) as weighed:
-        batches = tracked(weighed, "generating", total=len(share.places))
-        for source, (batch, _) in zip(share.sources, batches, strict=True):
+    with evaluating(model), closing(load(share, "generating")) as loaded:
+        for source, batch, _ in loaded:
             if interrupted():
                 return None
             texts = for_metrics(task, batch, generated(task, model, batch))
             if source is not None:
                 metrics.update(*texts)
     with BEATS.phase(METRICS):
-        return scalars(metrics.compute())
+        return results | scalars(metrics.compute())
 
 
-def _combined(
-    sources: Sequence[str],
-    losses: LossSums | WholeBatches,
-    metrics: RankMetrics | None,
-    task: object,
-    examples: Any,
-) -> dict[str, float]:
-    """Return losses and metrics of all ranks. Collective: call on every rank."""
-    # The mean loss of all samples; of several sources also that of each one.
-    sums = losses.summed()
-    totals, weights = zip(*sums, strict=True)
-    results = {"loss": math.fsum(totals) / math.fsum(weights)}
-    if len(sources) > 1:
-        for name, (total, weight) in zip(sources, sums, strict=True):
-            if weight:
-                results[f"loss/{name}"] = total / weight
-    if metrics is None:
-        return results
-
-    # Metrics of a whole-batch loss see the whole set at once.
-    if isinstance(losses, WholeBatches):
-        parts, columns = losses.whole
-        metrics.update(columns, parts)
-    values = metrics.compute()
-    if examples is not None:
-        examples.matrices = matrices(task, values)
-    return results | scalars(values)
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """How an evaluation loads its batches."""
-
-    samples: SeededSamples
-    collate: CollateWithWeight
-    workers: int
-    device: torch.device
-    pinned: bool
-
-    def weighed(self, share: "Share") -> Generator[tuple[Batch, float]]:
-        """Yield the batches on the device with their weights; copy the next one meanwhile.
-
-        All generators are seeded before each batch, so that a forward draws the same numbers at
-        each evaluation, on any number of ranks. Close it after an exception: else the data workers
-        stay alive.
-        """
-        weights: deque[float] = deque()
-        loaded = loader(
-            self.samples,
-            self.collate,
-            share.places,
-            workers=self.workers,
-            device=self.device,
-            pinned=self.pinned,
-        )
-
-        def batches() -> Iterator[Batch]:
-            for batch, weight in loaded:
-                weights.append(weight)
-                yield batch
-
-        on_device = transferred(batches(), self.device, pinned=self.pinned)
-        for number, batch in enumerate(on_device, start=share.first):
-            reseed(self.device, self.samples.seed, number, others=True)
-            yield batch, weights.popleft()
-
-    def chosen(self, indices: list[int]) -> tuple[list[Any], Batch]:
-        """Return the samples of these indices, and their batch on the host."""
-        samples = self.samples.good([(0, index) for index in indices])
-        batch, _ = self.collate(samples)
-        return [sample for _, sample in samples], batch
-
-
-def _look(
-    examples: Any,
-    task: Objective,
-    model: nn.Module,
-    loading: "_Loading",
-    micro: int,
-) -> None:
-    """Show the chosen samples, if the task can show them. Collective: call on every rank."""
-    if examples is None or not hasattr(task, "show"):
-        return
-    chosen = sample_reader(loading.chosen, workers=loading.workers)
-    with BEATS.phase(METRICS), chosen as read:
-
-        def load(indices: list[int]) -> tuple[list[Any], Batch]:
-            samples, batch = read(indices)
-            return samples, next(transferred(iter([batch]), loading.device))
-
-        try:
-            examples.look(task, model, len(loading.samples), load, micro=micro)
-        except CannotSend as error:  # on all ranks, which load the same samples
-            examples.problem = f"a data worker cannot send a sample ({error})"
+def _chosen(
+    keyed: SeededSamples, collate: CollateWithWeight, indices: list[int]
+) -> tuple[list[Any], Batch]:
+    """Return the samples of these indices, and their batch on the host."""
+    samples = keyed.good([(0, index) for index in indices])
+    return [sample for _, sample in samples], collate(samples)[0]
 
 
 @dataclass(frozen=True)

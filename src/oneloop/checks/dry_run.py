@@ -17,7 +17,7 @@ from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored
 from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
-from oneloop.data.step_batches import Batch, transferred
+from oneloop.data.step_batches import Batch, to_device
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
@@ -88,7 +88,7 @@ class DryRun:
             found.draws = found.collate_draws = True
         reseed(self.run.device, self.job.recipe.seed, seed, others=True)
         self.seeded = random_states(self.run.device)
-        return next(transferred(iter([batch]), self.run.device))
+        return to_device(batch, self.run.device)
 
     def drew(self) -> bool:
         """Return whether random numbers were drawn since the last batch was collated."""

@@ -278,15 +278,15 @@ def groups(
             pinned=pinned,
         )
     )
-    loaded: deque[Batch] = deque()
+    loaded: deque[tuple[Batch, float]] = deque()
     weights: deque[list[float]] = deque()
 
     def load() -> None:
         group = list(islice(batches, layout.accumulate))
-        loaded.extend(batch for batch, _ in group)
+        loaded.extend(group)
         weights.append([weight for _, weight in group])
 
-    def stream() -> Iterator[Batch]:
+    def stream() -> Iterator[tuple[Batch, float]]:
         while True:
             if not loaded:
                 load()
@@ -302,7 +302,8 @@ def groups(
                 load()
             for plan in plans:
                 plan.advance(step)
-            yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=apart)
+            group = (batch for batch, _ in islice(moved, layout.accumulate))
+            yield Group(group, weights.popleft(), apart=apart)
     finally:
         batches = iter(())  # ends the workers, even if the caller keeps a group
         for plan in plans:
@@ -310,12 +311,12 @@ def groups(
 
 
 def transferred(
-    batches: Iterator[Batch], device: torch.device, *, pinned: bool = True
-) -> Iterator[Batch]:
+    batches: Iterable[tuple[Batch, float]], device: torch.device, *, pinned: bool = True
+) -> Iterator[tuple[Batch, float]]:
     """Yield the batches on ``device``; on CUDA a second stream copies each batch in advance.
 
     Args:
-        batches: in host memory.
+        batches: in host memory, with their weights.
         device: the target device.
         pinned: whether they are in pinned memory; if not, the host waits for each copy.
     """
@@ -323,13 +324,13 @@ def transferred(
         yield from batches
         return
     if device.type != "cuda" or not pinned:
-        for batch in batches:
-            yield to_device(batch, device)
+        for batch, weight in batches:
+            yield to_device(batch, device), weight
         return
 
     copies = torch.cuda.Stream(device)
-    current: Batch | None = None
-    for batch in batches:
+    current: tuple[Batch, float] | None = None
+    for batch, weight in batches:
         # Copy the next batch while the caller uses the current one.
         with torch.cuda.stream(copies):
             upcoming = to_device(batch, device)
@@ -341,7 +342,7 @@ def transferred(
         stream.wait_stream(copies)
         # keeps their memory from being reused too early
         recursively_apply(partial(_in_use, stream), upcoming)
-        current = upcoming
+        current = upcoming, weight
     if current is not None:
         yield current
 

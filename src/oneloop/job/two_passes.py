@@ -71,9 +71,9 @@ class TwoPasses:
                 # CUDA graphs write the next result into the same memory.
                 found.append({name: part.clone() for name, part in parts.items()})
                 columns.append(columns_of(task, batch))
-                rows = described(found[-1] | columns[-1])
-                self._rows = self._rows or self._run.from_main(rows)  # collective, once
-                check_alike(rows, self._rows, samples=self._job.layout.each)
+                tensors = found[-1] | columns[-1]
+                self._rows = self._rows or self._run.from_main(described(tensors))  # once
+                check_alike(tensors, self._rows, samples=self._job.layout.each)
 
         # Gather them on every rank, which all compute the same loss and gradients.
         self._differentiate(self._whole(found), self._whole(columns))

@@ -129,7 +129,7 @@ class WholeBatches:
         tensors, weights = zip(*gathered[: len(self._cut)], strict=True)
         first = described(tensors[0][0] | tensors[0][1])
         for (parts, columns), (_, samples) in zip(tensors, self._cut, strict=True):
-            check_alike(described(parts | columns), first, samples=len(samples))
+            check_alike(parts | columns, first, samples=len(samples))
         self.whole = tree_map(partial(_join, device=self._device), *tensors)
 
         # Add the losses of the windows of each source, and the weights of its micro-batches.

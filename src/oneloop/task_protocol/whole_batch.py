@@ -5,11 +5,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from oneloop.basics.differences import differences, listed
 from oneloop.basics.exit_codes import Inexact
 
 Parts = Mapping[str, Tensor]
-Described = dict[str, tuple[str, tuple[int, ...]]]
-"""the tensors of a micro-batch by name: a text about shape and dtype of a row, and the shape"""
+Described = dict[str, str]
+"""the tensors of a micro-batch by name: a text about shape and dtype of a row"""
 
 
 def is_whole_batch(task: Any) -> bool:
@@ -24,44 +25,36 @@ def columns_of(task: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def described(tensors: Parts) -> Described:
     """Describe each tensor for :func:`check_alike`."""
-    found = {}
+    texts = {}
     for name, tensor in tensors.items():
         rows = f"rows of shape {tuple(tensor.shape[1:])}" if tensor.ndim else "0-dim"
-        found[name] = f"{rows} ({tensor.dtype})", tuple(tensor.shape)
-    return found
+        texts[name] = f"{rows} ({tensor.dtype})"
+    return texts
 
 
-def check_alike(found: Described, before: Described, *, samples: int) -> None:
+def check_alike(tensors: Parts, before: Described, *, samples: int) -> None:
     """Compare the tensors of a micro-batch with those of rank 0's first one.
 
     Args:
-        found: its parts and columns.
+        tensors: its parts and columns.
         before: those of the first micro-batch.
         samples: number of its samples.
 
     Raises:
         Inexact: names, shapes of rows, or dtypes differ.
     """
-    for name, (rows, shape) in found.items():
-        if name not in before:
+    lines = differences(before, described(tensors))
+    if lines:
+        raise Inexact(
+            "embed or collate returned other tensors in one micro-batch than in another "
+            f"({listed(lines)}); return the same names, dtypes and shapes of rows each time: pad "
+            "all rows to one length"
+        )
+    for name, tensor in tensors.items():
+        if tensor.ndim and len(tensor) != samples:
             raise Inexact(
-                f"the result of embed has {name!r}, which it did not have before; return the "
-                "same names each time"
-            )
-        if rows != before[name][0]:
-            raise Inexact(
-                f"{name!r} is {rows} in one micro-batch, but {before[name][0]} in another; they "
-                "must not depend on the batch: pad all rows to one length"
-            )
-        if shape and shape[0] != samples:
-            raise Inexact(
-                f"{name!r} has the shape {shape} for {samples} samples; give it one row per sample"
-            )
-    for name in before:
-        if name not in found:
-            raise Inexact(
-                f"the result of embed lacks {name!r}, which it had before; return the same names "
-                "each time"
+                f"{name!r} has the shape {tuple(tensor.shape)} for {samples} samples; give it one "
+                "row per sample"
             )
 
 

@@ -76,9 +76,9 @@ def predictions(
     loaded = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
     share_buffers(model)
     with evaluating(model):
-        batches = transferred((batch for batch, _ in loaded), device, pinned=pinned)
+        batches = transferred(loaded, device, pinned=pinned)
         shown = tracked(batches, "predicting", total=len(share.places))
-        for source, batch in zip(share.sources, shown, strict=True):
+        for source, (batch, _) in zip(share.sources, shown, strict=True):
             _, outputs = task.loss(model, batch)
             if getattr(task, "writes", False):
                 outputs = {**outputs, **generated(task, model, batch)}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from oneloop.basics.generation import TEXTS, generated
 from oneloop.basics.tensors import recovered
+from oneloop.data.step_batches import to_device
 from oneloop.tools.report.pictures import data_url, log_samples
 
 _CHARACTERS = 100_000  # of a text of a sample, at most
@@ -69,6 +70,7 @@ class Examples:
         size: int,
         load: Callable[[list[int]], Any],
         *,
+        device: torch.device,
         micro: int,
     ) -> None:
         """Load and show the chosen samples. Collective: call on every rank.
@@ -77,7 +79,8 @@ class Examples:
             task: formats a sample by ``show``; it may also have ``generate``.
             model: in eval mode.
             size: number of samples of the set.
-            load: returns the samples of some indices, and their batch on the device.
+            load: returns the samples of some indices, and their batch on the host.
+            device: of the model.
             micro: samples that go through the model at once.
         """
         worst = self._worst()
@@ -85,7 +88,7 @@ class Examples:
         for indices, losses in ((list(worst), worst), (fixed, {})):
             for start in range(0, len(indices), micro):
                 samples, batch = load(indices[start : start + micro])
-                self._show(task, model, samples, batch, losses)
+                self._show(task, model, samples, to_device(batch, device), losses)
 
     def _worst(self) -> dict[int, float]:
         """Return the mean losses of the worst samples of all ranks, by index. Collective."""
