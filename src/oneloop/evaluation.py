@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from oneloop.basics.generation import generated
 from oneloop.basics.heartbeats import BEATS, METRICS
@@ -20,12 +20,12 @@ from oneloop.data.sample_reader import CannotSend, sample_reader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
-from oneloop.task_protocol.evaluation_metrics import make_metrics, matrices, prefix, scalars
-from oneloop.task_protocol.evaluation_sums import LossSums, WholeBatches
+from oneloop.task_protocol.evaluation_metrics import make_metrics, prefix, scalars
+from oneloop.task_protocol.evaluation_sums import Rows, loss_sums, whole_batch_sums
 from oneloop.task_protocol.generated import Generation, for_metrics, generating_weights
 from oneloop.task_protocol.metric_states import RankMetrics
 from oneloop.task_protocol.protocol import Objective
-from oneloop.task_protocol.whole_batch import is_whole_batch
+from oneloop.task_protocol.whole_batch import columns_of, is_whole_batch
 
 
 @contextmanager
@@ -94,9 +94,8 @@ def evaluate(
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
 
     whole = is_whole_batch(task)
-    losses: LossSums | WholeBatches = LossSums(task, len(sources), exact=exact)
-    if whole:
-        losses = WholeBatches(task, spans, share.cut, window or micro, device, seed)
+    losses = list[tuple[int, Tensor, float]]()
+    rows = list[tuple[Rows, float]]()  # of a whole-batch loss, and their weight
     metrics = None
     if hasattr(task, "metrics"):
         made = make_metrics(task, "metrics", device)
@@ -123,9 +122,15 @@ def evaluate(
         for source, batch, weight in loaded:
             if interrupted():
                 return None
-            outputs = losses.batch(model, batch, source, weight)
+            if whole:
+                outputs = task.embed(model, batch)  # type: ignore[attr-defined]
+                rows.append(((outputs, columns_of(task, batch)), weight))
+            else:
+                loss, outputs = task.loss(model, batch)
             if source is None:
                 continue  # a repeated micro-batch, which does not count
+            if not whole:
+                losses.append((source, loss.detach().clone(), weight))
             if metrics is not None and not whole:
                 metrics.update(batch, outputs)
             if examples is not None:
@@ -142,7 +147,18 @@ def evaluate(
 
     with BEATS.phase(METRICS):
         # The mean loss of all samples; of several sources also that of each one.
-        sums = losses.summed()
+        if whole:
+            sums, (parts, columns) = whole_batch_sums(
+                task,
+                rows,
+                sources=spans,
+                cut=share.cut,
+                window=window or micro,
+                device=device,
+                seed=seed,
+            )
+        else:
+            sums = loss_sums(losses, len(sources), exact=exact)
         totals, weights = zip(*sums, strict=True)
         results = {"loss": math.fsum(totals) / math.fsum(weights)}
         for source_name, (total, weight) in zip(sources, sums, strict=True):
@@ -151,12 +167,11 @@ def evaluate(
 
         # Metrics of a whole-batch loss see the whole set at once.
         if metrics is not None:
-            if isinstance(losses, WholeBatches):
-                parts, columns = losses.whole
+            if whole:
                 metrics.update(columns, parts)
             values = metrics.compute()
             if examples is not None:
-                examples.matrices = matrices(task, values)
+                examples.draw(task, values)
             results |= scalars(values)
     if generation is None:
         return results

@@ -11,12 +11,12 @@ import transformers
 from torch import Tensor, nn
 
 from oneloop import fit
-from oneloop.data.drawn_samples import DrawnSamples
 from oneloop.data.seeded_samples import SeededSamples
+from oneloop.tasks.language.drawn_samples import DrawnSamples
 from small_models import bert
 
 pytestmark = pytest.mark.covers(
-    "oneloop.data.drawn_samples",
+    "oneloop.tasks.language.drawn_samples",
     "oneloop.data.seeded_samples",
 )
 

@@ -24,7 +24,6 @@ from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.recipe.parse import read
 from oneloop.task_protocol.evaluation_metrics import make_metrics
-from oneloop.task_protocol.evaluation_sums import LossSums
 from oneloop.train import accept, accumulate, update
 
 HOST = torch.device("cpu")
@@ -141,7 +140,7 @@ class FakeSteps:
         return None if before is None else before.fault
 
     def evaluation(self) -> Any:
-        """Add two micro-batches to the sums and metrics of an evaluation, and return these.
+        """Add two micro-batches to the losses and metrics of an evaluation; return the losses.
 
         Only the second one is recorded: an evaluation may copy once what all of them need.
         """
@@ -150,12 +149,13 @@ class FakeSteps:
         metrics = None
         if hasattr(task, "metrics"):
             metrics = make_metrics(task, "metrics", self.run.device)
-        losses = LossSums(task, 1, exact=job.exact)
+        losses = []
         batches = [self.batches(number)[0] for number in (0, 1)]
         with evaluating(self.model):
             for batch in batches:
                 self.seen.clear()
-                outputs = losses.batch(self.model, batch, 0, 1.0)
+                loss, outputs = task.loss(self.model, batch)
+                losses.append(loss.detach().clone())
                 if metrics is not None:
                     task.update(metrics, batch, outputs)
         return losses

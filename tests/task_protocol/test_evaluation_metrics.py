@@ -25,11 +25,11 @@ from oneloop.loop.counters import Best
 from oneloop.task_protocol.evaluation_metrics import (
     directions,
     make_metrics,
-    matrices,
     named_values,
     not_logged,
     scalars,
 )
+from oneloop.tools.report.examples import matrices
 
 pytestmark = pytest.mark.covers(
     "oneloop.loop.counters",

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from oneloop.task_protocol.evaluation_metrics import matrices
 from oneloop.tools.report.charts import axes, charts
 from oneloop.tools.report.curve_groups import grouped
 from oneloop.tools.report.example_pages import sections
+from oneloop.tools.report.examples import matrices
 from oneloop.tools.report.headline import comparison, ranked
 from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.report.page import report

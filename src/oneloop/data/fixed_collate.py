@@ -52,7 +52,7 @@ class FixedCollate:
             raise ValueError(
                 "collate draws random numbers, which depend on how a step is divided; draw them in "
                 "the data set's __getitem__ (for a collator of transformers, by "
-                "oneloop.data.drawn_samples.DrawnSamples), or set grain"
+                "oneloop.tasks.language.drawn_samples.DrawnSamples), or set grain"
             )
         self._checked = True
         weight = len(values) if self.weight is None else self.weight(batch)

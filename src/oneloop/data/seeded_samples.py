@@ -77,13 +77,36 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, place: Place) -> tuple[int, Any]:
         return self.good([place])[0]
 
-    def good(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
+    def good(self, places: Sequence[Place], *, torch_only: bool = False) -> list[tuple[int, Any]]:
         """Return (index, sample) at these places, without samples that the set leaves out.
 
+        Args:
+            places: (epoch, index) of each sample.
+            torch_only: seed only torch's generator before each sample.
+
         Raises:
-            UnfitSample: no sample is left.
+            UnfitRow: no sample is left.
         """
-        return self._one_by_one(places, self._seed)
+        samples = []
+        self.skipped = []
+        for place in places:
+            self.reading[self._worker] = place[1]
+            number = self._seed_torch(place)
+            if not torch_only:
+                seed_others(number)
+            try:
+                samples.append((place[1], self.dataset[place[1]]))
+            except SkipSample as error:
+                if not self.skips:
+                    raise
+                self.skipped.append((place[1], str(error)))
+        self.reading[self._worker] = -1
+        if places and not samples:
+            raise UnfitRow(
+                f"no row of a micro-batch of {len(places):,} can be used, the first: "
+                f"{self.skipped[0][1]}; correct the rows, or set a larger batch.micro"
+            ) from SkipSample(self.skipped[0][1])
+        return samples
 
     def batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
@@ -136,7 +159,7 @@ class SeededSamples(Dataset[Any]):
             if self._together:
                 samples = self._load_together(places)
             else:
-                samples = self._one_by_one(places, self._seed_torch)
+                samples = self.good(places, torch_only=True)
             if samples is not None:
                 collated = collate(samples)
                 if _next_draws() == _UNTOUCHED:
@@ -144,30 +167,7 @@ class SeededSamples(Dataset[Any]):
             self._draws = True
 
         # The set draws: seed all generators before each sample.
-        return collate(self._one_by_one(places, self._seed))
-
-    def _one_by_one(
-        self, places: Sequence[Place], seed: Callable[[Place], object]
-    ) -> list[tuple[int, Any]]:
-        dataset = self.dataset
-        samples = []
-        self.skipped = []
-        for place in places:
-            self.reading[self._worker] = place[1]
-            seed(place)
-            try:
-                samples.append((place[1], dataset[place[1]]))
-            except SkipSample as error:
-                if not self.skips:
-                    raise
-                self.skipped.append((place[1], str(error)))
-        self.reading[self._worker] = -1
-        if places and not samples:
-            raise UnfitRow(
-                f"no row of a micro-batch of {len(places):,} can be used, the first: "
-                f"{self.skipped[0][1]}; correct the rows, or set a larger batch.micro"
-            ) from SkipSample(self.skipped[0][1])
-        return samples
+        return collate(self.good(places))
 
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
         """Load with ``__getitems__``.
@@ -197,20 +197,13 @@ class SeededSamples(Dataset[Any]):
         torch.default_generator.manual_seed(number)
         return number
 
-    def _seed(self, place: Place) -> None:
-        seed_others(self._seed_torch(place))
-
 
 class SampleError(RuntimeError):
     """A sample that cannot be loaded."""
 
 
-class UnfitSample(SampleError, ValueError):
-    """A sample that cannot be loaded because its content is invalid (ValueError)."""
-
-
-class UnfitRow(UnfitSample, BadInput):
-    """The same, found by oneloop itself: the message is enough, without a traceback."""
+class UnfitRow(SampleError, BadInput):
+    """A sample whose content oneloop has rejected: the message is enough, without a traceback."""
 
 
 class UnreadSample(SampleError, Unavailable):
@@ -224,8 +217,8 @@ def _kind(error: Exception) -> type[SampleError]:
     """
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     ours = frame.f_globals.get("__name__", "").startswith("oneloop.")
-    if isinstance(error, ValueError):
-        return UnfitRow if ours else UnfitSample
+    if ours and isinstance(error, ValueError):
+        return UnfitRow
     return UnreadSample if ours and isinstance(error, OSError) else SampleError
 
 

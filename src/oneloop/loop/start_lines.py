@@ -237,7 +237,7 @@ def _other_layout(model: nn.Module, trial: Preflight) -> str:
         return (
             "collate draws random numbers for a whole batch: another parallel layout draws others; "
             "draw them in data[index] (for collators of transformers: "
-            "oneloop.data.drawn_samples.DrawnSamples)"
+            "oneloop.tasks.language.drawn_samples.DrawnSamples)"
         )
     if trial.draws:
         return (

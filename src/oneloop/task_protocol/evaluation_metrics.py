@@ -5,7 +5,7 @@ metrics; its ``update`` feeds them.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -178,7 +178,7 @@ def not_logged(values: Mapping[str, Tensor]) -> list[str]:
     """Return a line for each value that is neither logged, as a number, nor drawn, as a matrix."""
     lines = []
     for name, value in values.items():
-        if value.numel() != 1 and not _is_matrix(value):
+        if value.numel() != 1 and not is_matrix(value):
             shape = " x ".join(map(str, value.shape))
             lines.append(
                 f"the metric {name!r} has {shape} values: neither logged nor drawn; {_REMEDY}"
@@ -187,48 +187,9 @@ def not_logged(values: Mapping[str, Tensor]) -> list[str]:
 
 
 _MOST_DRAWN = 200**2  # numbers of a matrix
-_OF_LABELS = ("true negative", "false positive", "false negative", "true positive")
 
 
-def matrices(task: object, values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the matrices that metrics have computed, by name.
-
-    A matrix of 2 x 2 for each label (torchmetrics' MultilabelConfusionMatrix) becomes one with a
-    row for each label.
-
-    Args:
-        task: may name rows and columns in ``matrices``, ``{"NAME": (rows, columns)}``, and the
-            classes of a square matrix in ``classes``. Without as many names, they are numbered.
-        values: the metrics.
-
-    Returns:
-        ``rows`` and ``columns``, the names, and ``counts``, a list of numbers for each row.
-    """
-    classes = getattr(task, "classes", ())
-    drawn = {}
-    for name, value in values.items():
-        if not _is_matrix(value):
-            continue
-        columns: Sequence[Any] = classes
-        if value.ndim == 3:
-            value = value.flatten(1)
-            columns = _OF_LABELS
-
-        rows, columns = getattr(task, "matrices", {}).get(name, (classes, columns))
-        drawn[name] = {
-            "rows": _names_of(rows, value.shape[0]),
-            "columns": _names_of(columns, value.shape[1]),
-            "counts": value.tolist(),
-        }
-    return drawn
-
-
-def _names_of(names: Sequence[Any], size: int) -> list[str]:
-    """Return names as text, or numbers if they are not as many."""
-    return [*map(str, names if len(names) == size else range(size))]
-
-
-def _is_matrix(value: Tensor) -> bool:
+def is_matrix(value: Tensor) -> bool:
     """Whether a value is a matrix, or one of 2 x 2 for each label, small enough to be drawn."""
     drawn = value.ndim == 2 or value.shape[1:] == (2, 2)
     return drawn and 1 < value.numel() <= _MOST_DRAWN

@@ -9,7 +9,7 @@ The task formats a sample (``show`` and ``generate`` of
 :class:`oneloop.task_protocol.protocol.Task`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from oneloop.basics.generation import TEXTS, generated
 from oneloop.basics.tensors import recovered
 from oneloop.data.step_batches import to_device
+from oneloop.task_protocol.evaluation_metrics import is_matrix
 from oneloop.tools.report.pictures import data_url, log_samples
 
 _CHARACTERS = 100_000  # of a text of a sample, at most
 _TOKENS = 10_000  # of a sample, at most
+_OF_LABELS = ("true negative", "false positive", "false negative", "true positive")
 
 
 class Examples:
@@ -40,7 +42,7 @@ class Examples:
         self._losses: list[tuple[Tensor, Tensor]] = []
 
         self.samples: list[dict[str, Any]] = []
-        # matrices by name, as of oneloop.task_protocol.evaluation_metrics.matrices
+        # matrices by name, as of :func:`matrices`
         self.matrices: dict[str, Any] = {}
         self.problem = ""  # why a sample is missing
         self.weights = "raw"  # the weights that are evaluated: raw, or the name of an EMA
@@ -62,6 +64,10 @@ class Examples:
         losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)
         # Not a number is worse than all others.
         self._losses.append((losses.nan_to_num(nan=torch.inf, posinf=torch.inf), indices))
+
+    def draw(self, task: object, values: Mapping[str, Tensor]) -> None:
+        """Keep the :func:`matrices` that metrics have computed."""
+        self.matrices = matrices(task, values)
 
     def look(
         self,
@@ -171,3 +177,41 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
             value = str(value)[:_CHARACTERS]
         clean[name] = value
     return clean
+
+
+def matrices(task: object, values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the matrices that metrics have computed, by name.
+
+    A matrix of 2 x 2 for each label (torchmetrics' MultilabelConfusionMatrix) becomes one with a
+    row for each label.
+
+    Args:
+        task: may name rows and columns in ``matrices``, ``{"NAME": (rows, columns)}``, and the
+            classes of a square matrix in ``classes``. Without as many names, they are numbered.
+        values: the metrics.
+
+    Returns:
+        ``rows`` and ``columns``, the names, and ``counts``, a list of numbers for each row.
+    """
+    classes = getattr(task, "classes", ())
+    drawn = {}
+    for name, value in values.items():
+        if not is_matrix(value):
+            continue
+        columns: Sequence[Any] = classes
+        if value.ndim == 3:
+            value = value.flatten(1)
+            columns = _OF_LABELS
+
+        rows, columns = getattr(task, "matrices", {}).get(name, (classes, columns))
+        drawn[name] = {
+            "rows": _names_of(rows, value.shape[0]),
+            "columns": _names_of(columns, value.shape[1]),
+            "counts": value.tolist(),
+        }
+    return drawn
+
+
+def _names_of(names: Sequence[Any], size: int) -> list[str]:
+    """Return names as text, or numbers if they are not as many."""
+    return [*map(str, names if len(names) == size else range(size))]
