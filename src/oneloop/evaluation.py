@@ -264,31 +264,28 @@ def evaluate_all(
         ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted.
     """
     # Each kind of weights is in the model within its context.
-    results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Any] = {"raw": nullcontext()}
+    contexts: dict[str, Any] = {"raw": nullcontext()}
     for ema in emas:
-        holding[ema.name] = ema.swapped()
+        contexts[ema.name] = ema.swapped()
 
     # Examples and what is generated come from one kind of weights.
-    generating = generating_weights([*holding][1:])
+    generating = generating_weights([*contexts][1:])
     if examples is not None:
         examples.weights = generating
-    for weights, held in holding.items():
+    results: dict[str, dict[str, float]] = {}
+    for weights, context in contexts.items():
         results[weights] = {}
-        here = weights == generating
-        shown = examples if here else None
-        with held:
-            for name, dataset in sets.items():
+        with context:
+            for number, (name, dataset) in enumerate(sets.items()):
                 metrics = evaluate(
                     task,
                     model,
                     dataset,
-                    examples=shown,
+                    examples=examples if weights == generating and not number else None,
                     name=name,
-                    generation=generation if here else None,
+                    generation=generation if weights == generating else None,
                     **options,
                 )
-                shown = None
                 if metrics is None:
                     return None
                 for metric, value in metrics.items():

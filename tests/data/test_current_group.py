@@ -222,6 +222,14 @@ def test_batches_of_an_older_loop_are_not_used():
         next(iter(older))
 
 
+def test_batches_of_before_a_new_position_are_not_used():
+    made = Loader(DATA, ONE, micro=3)
+    group = next(iter(made))
+    made.position = 5
+    with pytest.raises(RuntimeError, match="or its position was set"):
+        next(iter(group))
+
+
 # Two Loaders of one accelerator.
 
 

@@ -49,7 +49,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.loader",
     "oneloop.data.loader_arguments",
     "oneloop.data.fingerprint",
-    "oneloop.data.fixed_collate",
 )
 
 

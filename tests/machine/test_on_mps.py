@@ -22,7 +22,6 @@ from oneloop.api import fit
 from oneloop.basics import wide_sums
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.wide_sums import on_host, wide_dtype
-from oneloop.data.step_batches import to_device
 from oneloop.evaluation import evaluate
 from oneloop.recipe.parse import read
 from oneloop.task_protocol.evaluation_metrics import make_metrics
@@ -256,11 +255,3 @@ def test_a_metric_with_a_state_in_float64_stays_on_the_host(monkeypatch):
     assert make_metrics(task, "metrics", meta).total.device.type == "cpu"
     task = SimpleNamespace(metrics=torchmetrics.MeanMetric)
     assert make_metrics(task, "metrics", meta).mean_value.device.type == "meta"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_a_batch_in_double_precision_gets_a_message(dtype):
-    batch = {"x": torch.ones(2), "y": torch.ones(2, dtype=dtype)}
-    with pytest.raises(BadInput, match=f"'y' in {str(dtype)[6:]}, which the device mps"):
-        to_device({"y": batch["y"]}, torch.device("mps"))
-    assert to_device(batch, torch.device("cpu"))["y"].dtype is dtype

@@ -24,13 +24,17 @@ from torch.utils.data import default_collate
 from oneloop.basics.differences import Texts, differences, listed
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.launcher import local_ranks
-from oneloop.basics.seeds import restored_generators, with_restored_generators
+from oneloop.basics.seeds import (
+    has_drawn,
+    random_states,
+    restored_generators,
+    with_restored_generators,
+)
 from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
 from oneloop.basics.untrusted import damaged
 from oneloop.data.data_workers import workers_here
 from oneloop.data.fingerprint import content_of
-from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
     accumulate_group,
     check_dataset,
@@ -42,6 +46,8 @@ from oneloop.data.loader_arguments import (
 from oneloop.data.order import checked_order, order_hash
 from oneloop.data.step_batches import Group, groups
 
+_BATCH = "batch"  # the user's batch, among what travels with it
+_CPU = torch.device("cpu")
 _ORDER = "order of the samples (shuffle, or order() of the data set)"
 
 
@@ -130,17 +136,18 @@ class Loader:
         self._workers = workers_here(workers, device=self._device, cores=cores)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
 
-        # A weight that only the ranks together know is summed on the host.
-        self._group: Any = None
-        if ranks > 1 and (weight is not None or getattr(dataset, "skips", False)):
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            if world != ranks:
-                raise ValueError(
-                    f"the weights of {ranks} processes are summed over all processes of "
-                    f"torch.distributed, which has {world}; call init_process_group first, or "
-                    "leave out weight"
-                )
-            self._group = host_group()
+        # Ranks of torch.distributed compare their data on the host, and sum up weights that only
+        # all of them together know.
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        group = host_group() if world == ranks > 1 else None
+        varies = weight is not None or bool(getattr(dataset, "skips", False))
+        if varies and ranks > 1 and group is None:
+            raise ValueError(
+                f"the weights of {ranks} processes are summed over all processes of "
+                f"torch.distributed, which has {world}; call init_process_group first, or leave "
+                "out weight"
+            )
+        self._group = group if varies else None
 
         # All ranks must have the same data, and the same samples each time.
         with restored_generators():
@@ -151,7 +158,8 @@ class Loader:
                 "from torch's, Python's or numpy's global generator"
             )
         self._content = {"seed": str(seed), "batch size": str(batch_size), **content}
-        check_ranks(ranks, self._identity(0), self._device)
+        if group is not None:
+            check_ranks(self._identity(0), group)
 
         # Where the loop is.
         self._finished = 0  # groups before the current one
@@ -250,7 +258,7 @@ class Loader:
                     accumulate_group(self._accelerator, self.layout.accumulate)
                 self._reject_other_steps()
             self._taken += 1
-            yield loaded[BATCH]
+            yield loaded[_BATCH]
 
     def _reject_inside(self, event: str) -> None:
         """Raise RuntimeError if this group, or another of its accelerator, is not complete.
@@ -382,3 +390,50 @@ def _with_total(ranks: int, number: int, group: Group, sums: Tensor, work: Any) 
         )
     group.total = rounded_sum(weights)
     return group
+
+
+class FixedCollate:
+    """A collate function with the weight: [(index, sample)] -> ({_BATCH: batch}, weight).
+
+    A random number that it drew would depend on how a step is divided into micro-batches. The first
+    batch of each process shows whether it draws.
+
+    Args:
+        collate: makes a batch, of any form, from samples.
+        weight: returns the weight of a batch; None: its number of samples.
+        may_draw: whether it may draw random numbers, because the division is fixed.
+    """
+
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        weight: Callable[[Any], Tensor | float] | None,
+        *,
+        may_draw: bool,
+    ) -> None:
+        self.collate = collate
+        self.weight = weight
+        self._checked = may_draw
+
+    def __call__(self, samples: list[tuple[int, Any]]) -> tuple[dict[str, Any], float]:
+        values = []
+        for index, sample in samples:
+            if sample is None and not self.weight:
+                raise ValueError(
+                    f"sample {index} of the data set is None; to leave it out, raise "
+                    "oneloop.data.skipped_rows.SkipSample in __getitem__, and give the class "
+                    "skips = True"
+                )
+            values.append(sample)
+
+        states = None if self._checked else random_states(_CPU)
+        batch = self.collate(values)
+        if states and has_drawn(states, _CPU):
+            raise ValueError(
+                "collate draws random numbers, which depend on how a step is divided; draw them in "
+                "the data set's __getitem__ (for a collator of transformers, by "
+                "oneloop.tasks.language.drawn_samples.DrawnSamples), or set grain"
+            )
+        self._checked = True
+        weight = len(values) if self.weight is None else self.weight(batch)
+        return {_BATCH: batch}, float(weight)

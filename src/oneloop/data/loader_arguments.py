@@ -136,22 +136,15 @@ def layout_of(
     return layout
 
 
-def check_ranks(ranks: int, own: Mapping[str, Any], device: torch.device) -> None:
-    """Raise ValueError on all ranks if they differ in what they must have in common.
-
-    Collective, if these are all processes of torch.distributed.
+def check_ranks(own: Mapping[str, Any], group: Any) -> None:
+    """Raise ValueError on all ranks if they differ in what they must have in common. Collective.
 
     Args:
-        ranks: their number.
         own: of this rank, by name: seed, batch size and data.
-        device: of this rank, which a script may not have made its current device.
+        group: of all ranks, on the host.
     """
-    if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
-        return
-    reports: list[Any] = [None] * ranks
-    # NCCL sends objects from the current device, which must differ on each rank.
-    with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
-        dist.all_gather_object(reports, own)
+    reports: list[Any] = [None] * group.size()
+    dist.all_gather_object(reports, own, group=group)
     for rank, report in enumerate(reports):
         lines = differences(reports[0], report)
         if lines:

@@ -123,6 +123,7 @@ class SeededSamples(Dataset[Any]):
         """
         worker = get_worker_info()
         self._worker = 0 if worker is None else worker.id
+        token = LOADED_FOR.set(getattr(places, "position", None))
         try:
             return self._batch(places, collate)
         except Exception as error:
@@ -134,6 +135,8 @@ class SeededSamples(Dataset[Any]):
                 f"{error}"
             )
             raise _kind(error)(message) from error
+        finally:
+            LOADED_FOR.reset(token)
 
     def _sample(self, worker: int) -> str:
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__
@@ -235,11 +238,7 @@ class Batches(Dataset[Any]):
         self.collate = collate
 
     def __getitem__(self, places: Sequence[Place]) -> Any:
-        token = LOADED_FOR.set(getattr(places, "position", None))
-        try:
-            collated = self.samples.batch(places, self.collate)
-        finally:
-            LOADED_FOR.reset(token)
+        collated = self.samples.batch(places, self.collate)
         if self.samples.skipped:
             # They travel with the batch, from a data worker to the training process.
             collated[0][SKIPPED] = self.samples.skipped

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from operator import methodcaller
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,8 @@ from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.start_methods import start_context
-from oneloop.basics.wide_sums import DOUBLE, wide_dtype
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.data_workers import begin_worker, from_workers
 from oneloop.data.order import Ordered
@@ -357,18 +356,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
     Its tensors are those in dicts, lists and tuples, at any depth.
     """
-    moved = {}
-    for name, value in batch.items():
-        moved[name] = recursively_apply(partial(_moved, device, name), value)
-    return moved
-
-
-def _moved(device: torch.device, name: str, value: Tensor) -> Tensor:
-    if value.dtype in DOUBLE and wide_dtype(device) not in DOUBLE:
-        raise BadInput(
-            f"the batch has {name!r} in {str(value.dtype)[6:]}, which the device {device.type} "
-            "does not have; convert it in collate (.float()), or train on the CPU "
-            "(machine.device cpu)"
-        )
     # An Apple GPU would read host memory that is free already (pytorch #189690).
-    return value.to(device, non_blocking=device.type != "mps")
+    move = methodcaller("to", device, non_blocking=device.type != "mps")
+    moved: Batch = recursively_apply(move, batch)
+    return moved

@@ -75,7 +75,9 @@ class RankMetrics:
         # Exchange the states and the recorded inputs.
         if self._combined and hasattr(self._metrics, "values"):
             self._metrics.values()  # fills the states of metrics that share those of another
-        own_states = [_states_of(metric) for metric in self._combined]
+        own_states = []
+        for metric in self._combined:
+            own_states.append({name: _on_host(getattr(metric, name)) for name in metric._defaults})
         ranks = [(own_states, [recorded.calls for recorded in self._recorded])]
         if self._ranks > 1:
             ranks = gather_object(ranks)  # type: ignore[no-untyped-call]
@@ -117,11 +119,6 @@ def _keeps_others(metric: Any) -> bool:
     Examples are a window of the last micro-batches, and a bootstrap.
     """
     return type(metric).__name__ not in _PASS_ON and len([*metrics_inside(metric)]) > 1
-
-
-def _states_of(metric: Any) -> dict[str, Any]:
-    """Return copies of a metric's states in host memory."""
-    return {name: _on_host(getattr(metric, name)) for name in metric._defaults}
 
 
 def _combine(metric: Any, ranks: list[Mapping[str, Any]]) -> None:

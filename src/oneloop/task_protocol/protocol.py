@@ -175,15 +175,10 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
         )
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            kind = type(dataset).__name__
-            if hasattr(dataset, "__iter__"):
-                raise ValueError(
-                    f"task: the {name} set is a {kind}, a stream without length or items, which "
-                    "cannot be shuffled or resumed exactly; write it to Parquet, or index its "
-                    "offsets (docs/how-to/from-streams.md)"
-                )
             raise ValueError(
-                f"task: the {name} set is a {kind} without length or items; give a map-style one"
+                f"task: the {name} set is a {type(dataset).__name__}, a stream without length or "
+                "items, which cannot be shuffled or resumed exactly; give a map-style data set: "
+                "write a stream to Parquet, or index its offsets (docs/how-to/from-streams.md)"
             )
         if len(dataset) == 0:
             raise ValueError(f"task: the {name} set is empty; it needs at least one sample")
