@@ -94,10 +94,11 @@ def test_repeats_change_no_bit(tmp_path, task, config):
 def test_gradients_that_are_not_finite_are_nodifference():
     nan = float("nan")
     bias = Measure(1, 2.0, 2.0)
-    one = Pass(1.0, {}, {"w": Measure(3, nan, nan), "b": bias})
-    other = Pass(1.0, {}, {"w": Measure(4, nan, nan), "b": bias})
+    loss = Measure(1.0, 1.0, 1.0)
+    one = Pass({}, {"": loss, "w": Measure(3, nan, nan), "b": bias})
+    other = Pass({}, {"": loss, "w": Measure(4, nan, nan), "b": bias})
     assert difference(one, other, {}) == ""
-    finite = Pass(1.0, {}, {"w": Measure(4, 0.5, 0.5), "b": bias})
+    finite = Pass({}, {"": loss, "w": Measure(4, 0.5, 0.5), "b": bias})
     assert "gradients of w" in difference(one, finite, {})
 
 
@@ -112,11 +113,11 @@ def test_a_pass_measures_gradients_and_leaves_none():
 
     whole = run_pass(model, loss_of(x))
     parts = [run_pass(model, loss_of(row[None])) for row in x]
-    assert whole.gradients.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    for name, gradient in whole.gradients.items():
-        total = sum(part.gradients[name].product for part in parts)
+    assert whole.measures.keys() == {"", "0.weight", "0.bias", "1.weight", "1.bias"}
+    for name, gradient in whole.measures.items():
+        total = sum(part.measures[name].product for part in parts)
         assert gradient.product == pytest.approx(total, rel=1e-5)
-    assert whole.gradients["0.weight"] == run_pass(model, loss_of(x)).gradients["0.weight"]
+    assert whole.measures["0.weight"] == run_pass(model, loss_of(x)).measures["0.weight"]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -45,8 +45,12 @@ class Wrapped(nn.Module):
             ) from None
 
 
+LOSS = ""
+"""name of the loss among those of gradients"""
+
+
 class Measure(NamedTuple):
-    """What identifies a gradient."""
+    """What identifies a gradient, or a loss."""
 
     hash: float  # of all bits
     product: float  # with fixed vectors: that of a sum is the sum of the products
@@ -56,9 +60,13 @@ class Measure(NamedTuple):
 class Pass(NamedTuple):
     """Result of one forward and backward."""
 
-    loss: float
     outputs: dict[str, Any]
-    gradients: dict[str, Measure]  # by parameter; those that the loss does not use are missing
+    # of the loss, and of gradients by parameter; those that the loss does not use are missing
+    measures: dict[str, Measure]
+
+    @property
+    def loss(self) -> float:
+        return self.measures[LOSS].product
 
 
 def run_pass(
@@ -109,8 +117,10 @@ def run_pass(
         reshard(model)
         model.zero_grad(set_to_none=True)
     rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
-    measures = {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
-    return Pass(float(loss.detach()), outputs, measures)
+    value = float(loss.detach())
+    measures = {LOSS: Measure(value, value, abs(value))}
+    measures |= {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
+    return Pass(outputs, measures)
 
 
 def changed(name: str) -> str:
@@ -143,10 +153,8 @@ def _gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
             )
             pairs = zip(trained, found, strict=True)
             return {name: gradient for name, gradient in pairs if gradient is not None}
-        except RuntimeError as error:
-            # reentrant checkpointing allows nothing but backward()
-            if "heckpoint" not in str(error):
-                raise
+        except RuntimeError:
+            pass  # reentrant checkpointing allows nothing but backward()
     loss.backward()
     if isinstance(model, FSDPModule):
         return {}

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from oneloop.basics.differences import differences
-from oneloop.checks.passes import Measure, Pass
+from oneloop.checks.passes import LOSS, Pass
 
-_LOSS = ""  # its name among those of gradients
 _NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
 
 
@@ -80,16 +79,11 @@ def _noise(reports: Sequence[Report], least: float) -> dict[str, float]:
     """Return by how much reruns may differ, for the loss and each gradient."""
     noise: dict[str, float] = {}
     for report in reports:
-        one, other = map(_numbers, report.passes)
-        for name, value in one.items():
-            apart = abs(value.product - other.get(name, value).product)
+        one, other = report.passes
+        for name, value in one.measures.items():
+            apart = abs(value.product - other.measures.get(name, value).product)
             noise[name] = max(noise.get(name, 0.0), least * value.norm, _NOISE * apart)
     return noise
-
-
-def _numbers(one: Pass) -> dict[str, Measure]:
-    """Return what is compared of a pass: the loss, and the gradients."""
-    return {_LOSS: Measure(one.loss, one.loss, abs(one.loss)), **one.gradients}
 
 
 def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
@@ -102,19 +96,17 @@ def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
     """
     if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
         return ""
-    some = _numbers(one)
-    others = _numbers(other)
-    for name in {**some, **others}:
-        mine = some.get(name)
-        theirs = others.get(name)
+    for name in {**one.measures, **other.measures}:
+        mine = one.measures.get(name)
+        theirs = other.measures.get(name)
         if mine is None or theirs is None:
             return f"a gradient of {name} only once"
         finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
         if mine.hash == theirs.hash or not finite:
             continue
-        if name in noise and abs(mine.product - theirs.product) <= noise[name]:
+        if abs(mine.product - theirs.product) <= noise.get(name, -1.0):
             continue
-        if name == _LOSS:
+        if name == LOSS:
             return f"the losses {one.loss:.9g} and {other.loss:.9g}"
         return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
     return ""

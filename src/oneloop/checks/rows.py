@@ -6,7 +6,6 @@ It is checked in eval mode, and in training mode without random draws.
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,18 +22,6 @@ from oneloop.task_protocol.whole_batch import Parts, columns_of
 _PARTS = "return a dict of tensors: each has one row per sample, or is 0-dim"
 _COPIES = 4  # samples of the smaller batch in the check for a mean
 
-Rows = list[dict[str, Tensor]]
-"""of each sample its row of each part; of a 0-dim part all of it"""
-
-
-class _Embedded(NamedTuple):
-    """Rows of the same samples."""
-
-    together: Rows
-    reverse: Rows  # from a batch in the reverse order, but in the same order
-    alone: Rows
-    again: Rows  # of the first sample: alone, and several times in a batch
-
 
 def check_rows(dry: DryRun) -> None:
     """Check ``embed`` and ``batch_loss``. Collective under FSDP2: call on every rank.
@@ -43,11 +30,11 @@ def check_rows(dry: DryRun) -> None:
         BadInput: an embedding depends on other samples, or the loss is wrong.
     """
     with evaluating(dry.model):
-        rows = _embedded(dry)
+        batches = _embed_each_way(dry)
         if not (dry.drew() or dry.found.collate_draws):
-            _compare(dry, rows)
+            _compare(dry, batches)
     _check_passes(dry)
-    with without_draws(dry, partial(_embedded, dry)) as (trained, _):
+    with without_draws(dry, partial(_embed_each_way, dry)) as (trained, _):
         if not (trained is None or dry.found.collate_draws):
             _compare(dry, trained)
 
@@ -78,23 +65,20 @@ def _check_passes(dry: DryRun) -> None:
 
 
 @torch.no_grad()
-def _embedded(dry: DryRun) -> _Embedded:
-    """Embed the samples in both orders, each alone, and the first one several times."""
+def _embed_each_way(dry: DryRun) -> list[Parts]:
+    """Embed the samples together, in reverse order, the first one in copies, and each alone.
 
-    def rows(numbers: Sequence[int]) -> Rows:
-        batch = dry.batch(numbers)
-        parts = parts_of(dry, batch)
-        found = []
-        for at in range(len(numbers)):
-            found.append({name: part[at] if part.ndim else part for name, part in parts.items()})
-        return found
-
-    return _Embedded(
-        together=rows(dry.samples),
-        reverse=rows(dry.samples[::-1])[::-1],
-        alone=[rows([at])[0] for at in dry.samples],
-        again=rows([0]) + rows([0] * len(dry.samples)),
-    )
+    The last batch is the first sample once more. A 0-dim part becomes equal rows.
+    """
+    samples = [*dry.samples]
+    batches = [samples, samples[::-1], [0] * len(samples), *([at] for at in samples), [0]]
+    results: list[Parts] = []
+    for numbers in batches:
+        parts = parts_of(dry, dry.batch(numbers))
+        results.append(
+            {name: part if part.ndim else part.expand(len(numbers)) for name, part in parts.items()}
+        )
+    return results
 
 
 def parts_of(dry: DryRun, batch: Batch) -> Parts:
@@ -147,46 +131,45 @@ def parts_of(dry: DryRun, batch: Batch) -> Parts:
     return parts
 
 
-def _compare(dry: DryRun, found: _Embedded) -> None:
+def _compare(dry: DryRun, batches: Sequence[Parts]) -> None:
     """Check that the parts of a sample do not depend on the other samples of its batch.
+
+    Args:
+        dry: the dry run.
+        batches: results of :func:`_embed_each_way`.
 
     Raises:
         BadInput: they depend on them.
     """
-    for name in found.together[0]:
-        together, reverse, alone, again = ([row[name] for row in rows] for rows in found)
-        shape = together[0].shape
-        for row in alone:
-            if row.shape != shape:
+    for name in batches[0]:
+        together, reverse, copies, *single = (parts[name] for parts in batches)
+        for rows in single:
+            if rows.shape[1:] != together.shape[1:]:
                 raise dry.contract.wrong(
                     "embed",
-                    f"returned {name!r} with rows of shape {tuple(shape)} for {len(together)} "
-                    f"samples, and {tuple(row.shape)} for one",
+                    f"returned {name!r} with rows of shape {tuple(together.shape[1:])} for "
+                    f"{len(together)} samples, and {tuple(rows.shape[1:])} for one",
                     "let all rows have one shape",
                 )
+        alone = torch.cat(single[:-1])
 
         # The control: the first sample again, and in a batch of its copies.
-        noise = apart(again, alone[:1] * len(again))
+        again = apart(alone[:1], single[-1])
+        noise = max(again, apart(alone[:1].expand_as(copies), copies))
         limit = min(dry.rounding.tolerance, dry.rounding.limit(noise))
-        if max(apart(together, alone), apart(reverse, alone)) <= limit:
+        if max(apart(together, alone), apart(reverse, alone.flip(0))) <= limit:
             continue
 
         # Find out why they differ.
-        if apart(alone[:1], again[:1]) > limit:
+        if again > limit:
             problem = "has other values for the same sample the next time"
             fix = "use torch's global generator"
-        elif together[0] is together[-1]:
+        elif not together.stride(0):
             some = ", ".join(f"{float(value):.6g}" for value in alone[:3])
             problem = f"is 0-dim, but depends on the batch: {some}"
             fix = "give it one row per sample"
-        elif all(any(apart([row], [other]) <= limit for other in alone) for row in together):
-            problem = "has its rows in another order than the batch"
-            fix = "keep the order of the samples"
-        elif apart(together, reverse[::-1]) == 0:
-            problem = "does not depend on the batch"
-            fix = "return a row for each sample, computed from this sample"
         else:
-            problem = "depends on the other samples of the batch"
+            problem = "depends on the other samples of the batch, or on the place in it"
             fix = (
                 "another parallel layout would train a different model: compute each row from its "
                 "sample only"

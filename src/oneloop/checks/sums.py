@@ -6,7 +6,7 @@ A model that draws random numbers, or has BatchNorm, is in eval mode for it.
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,47 +15,33 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import restored_buffers
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.modes import without_draws
-from oneloop.checks.passes import Measure, Pass
+from oneloop.checks.passes import LOSS, Measure, Pass
 
 _NONE = Measure(0.0, 0.0, 0.0)
 
 
-class Distance(NamedTuple):
-    """Relative distances of a batch from the sum of its parts."""
+def distances(whole: Pass, parts: Sequence[Pass], floor: float) -> dict[str, float]:
+    """Return how far loss and gradients of a batch are from the sums of its parts, by name.
 
-    loss: float
-    gradient: float  # the largest one of all parameters
-    name: str  # of this parameter
+    Distances are relative; that of values that are not finite is 0.
 
-    def exceeds(self, limit: float) -> bool:
-        return max(self.loss, self.gradient) > limit
-
-
-def distance(whole: Pass, parts: Sequence[Pass], floor: float) -> Distance:
-    """Return how far loss and gradients of a batch are from the sums of its parts."""
-    losses = [part.loss for part in parts]
-    loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
-
-    # A gradient that is 0 but for rounding (biases of keys) is compared with all the others.
-    noise = floor * math.fsum(gradient.norm for gradient in whole.gradients.values())
-    gradients = [(0.0, "")]
-    for name, gradient in whole.gradients.items():
-        found = [part.gradients.get(name, _NONE) for part in parts]
-        size = max(gradient.norm, math.fsum(one.norm for one in found)) + noise
-        summed = [one.product for one in found]
-        gradients.append((_relative(gradient.product, summed, size), name))
-    return Distance(loss, *max(gradients))
-
-
-def _relative(whole: float, parts: Sequence[float], size: float) -> float:
-    """Return the distance from the sum of the parts, relative to ``size``.
-
-    It is 0 if a value is not finite.
+    Args:
+        whole: result of the batch.
+        parts: results of its parts.
+        floor: share of all gradients. A gradient that is 0 but for rounding (biases of keys) is
+            compared with it.
     """
-    if not all(map(math.isfinite, (whole, *parts))):
-        return 0.0
-    apart = abs(whole - math.fsum(parts))
-    return apart / size if 0.0 < size < math.inf else apart
+    gradients = [measure.norm for name, measure in whole.measures.items() if name != LOSS]
+    noise = floor * sum(gradients)
+    found = {}
+    for name, measure in whole.measures.items():
+        summands = [part.measures.get(name, _NONE) for part in parts]
+        gap = abs(measure.product - sum(summand.product for summand in summands))
+        size = max(measure.norm, sum(summand.norm for summand in summands))
+        if name != LOSS:
+            size += noise
+        found[name] = gap / size if size and math.isfinite(gap) else 0.0
+    return found
 
 
 def check_sums(dry: DryRun, first: Pass) -> str:
@@ -104,26 +90,25 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
         half = len(everything) // 2
         parts = [everything[:half], everything[half:]]
         sums = [_train(dry, part) for part in parts]
-    found = distance(whole, sums, rounding.floor)
-    if not dry.any(found.exceeds(rounding.least)):
+    found = distances(whole, sums, rounding.floor)
+    if not dry.any(max(found.values()) > rounding.least):
         return ""
 
     # The control: the same samples again, and in reverse order.
     again = _train(dry, everything)
-    repeated = distance(whole, [again], rounding.floor)
+    repeated = distances(whole, [again], rounding.floor)
     controls = [repeated]
     for part, one in zip([everything, *parts], [again, *sums], strict=True):
         reverse = _train(dry, part[::-1])
-        controls.append(distance(one, [reverse], rounding.floor))
-    loss = rounding.limit(max(control.loss for control in controls))
-    gradient = rounding.limit(max(control.gradient for control in controls))
+        controls.append(distances(one, [reverse], rounding.floor))
 
     # A model that keeps state has no such sums; other checks report it.
-    if dry.any(repeated.exceeds(rounding.most)):
+    if dry.any(max(repeated.values()) > rounding.most):
         return ""
-    if found.loss > loss:
+    loss = found.pop(LOSS)
+    if loss > rounding.limit(max(control.pop(LOSS) for control in controls)):
         # Print enough digits to show the difference.
-        digits = max(6, 2 - math.floor(math.log10(found.loss)))
+        digits = max(6, 2 - math.floor(math.log10(loss)))
         losses = " + ".join(f"{one.loss:.{digits}g}" for one in sums)
         raise dry.contract.wrong(
             "loss",
@@ -133,7 +118,11 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
             " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
             "= False in the class",
         )
-    return found.name if found.gradient > gradient else ""
+
+    # The gradients: their noise is that of the parameter with the largest one.
+    noise = max(max(control.values(), default=0.0) for control in controls)
+    name = max(found, key=found.__getitem__, default="")
+    return name if found.get(name, 0.0) > rounding.limit(noise) else ""
 
 
 def _train(dry: DryRun, places: range) -> Pass:
