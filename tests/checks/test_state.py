@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import Inexact
-from oneloop.checks.state import Values, changes, restored, state_hashes
+from oneloop.checks.state import Values, restored, state_hashes
 
 pytestmark = pytest.mark.covers("oneloop.checks.state")
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ CHANGES = {
 def test_a_change_is_named_and_restored(name):
     model = Model()
     before = state_hashes(model)
-    with restored(CPU, model=model) as values:
+    with restored(CPU, model, {}) as values:
         assert values.changed() == []
         CHANGES[name](model)
         assert values.changed() == [name]
@@ -165,20 +166,20 @@ def tied(model) -> None:
 
 
 TENSORS = {
-    "parameter layer.weight has changed": lambda model: model.layer.weight.data.mul_(2.0),
-    "parameter layer.bias has changed": lambda model: model.layer.bias.detach().numpy().fill(3.0),
-    "parameter large has changed": moved,
-    "buffer code has changed": lambda model: model.code.copy_(model.code.roll(1)),
-    "buffer flag has changed": lambda model: model.flag.fill_(True),
-    "buffer phase has changed": lambda model: model.phase.data[2].fill_(1j),
-    "buffer wide has changed": lambda model: model.wide.set_(torch.ones(4, 3, 2)),
-    "parameter layer.weight has changed, too": replaced,
-    "parameter layer.bias has changed, too": tied,
-    "buffer late has changed": registered,
-    "buffer later has changed": filled,
-    "buffer other has changed": renamed,
-    "buffer code has changed, too": shortened,
-    "parameter large has changed, too": lambda model: model.large.requires_grad_(False),
+    "parameter layer.weight": lambda model: model.layer.weight.data.mul_(2.0),
+    "parameter layer.bias": lambda model: model.layer.bias.detach().numpy().fill(3.0),
+    "parameter large": moved,
+    "buffer code": lambda model: model.code.copy_(model.code.roll(1)),
+    "buffer flag": lambda model: model.flag.fill_(True),
+    "buffer phase": lambda model: model.phase.data[2].fill_(1j),
+    "buffer wide": lambda model: model.wide.set_(torch.ones(4, 3, 2)),
+    "parameter layer.weight, too": replaced,
+    "parameter layer.bias, too": tied,
+    "buffer late": registered,
+    "buffer later": filled,
+    "buffer other": renamed,
+    "buffer code, too": shortened,
+    "parameter large, too": lambda model: model.large.requires_grad_(False),
 }
 
 
@@ -191,14 +192,14 @@ def test_a_changed_tensor_is_named_and_restored(name, most):
     found = []
     error = None
     try:
-        with restored(CPU, model=model, most=most):
+        with restored(CPU, model, {}, most=most):
             TENSORS[name](model)
-            found = changes(before, state_hashes(model))
+            found = [*differences(before, state_hashes(model))]
     except Inexact as raised:
         error = str(raised)
     if error is not None:  # parameters of more than 1 KB are not copied
         assert most == 1 << 10
-        assert "because it changes parameters" in error
+        assert "because it changes the parameter" in error
         return
     assert name.removesuffix(", too") in found
     assert state_hashes(model) == before
@@ -211,7 +212,7 @@ def test_equal_contents_are_no_change():
     model.layer.weight.data.copy_(model.layer.weight.clone())
     model.code = model.code.clone()
     model.wide = model.wide.clone()
-    assert changes(before, state_hashes(model)) == []
+    assert differences(before, state_hashes(model)) == {}
 
 
 def test_the_state_of_an_optimizer_is_hashed():
@@ -222,6 +223,6 @@ def test_the_state_of_an_optimizer_is_hashed():
     optimizer.step()
     before = state_hashes(model, optimizer)
     optimizer.state[model.layer.bias]["exp_avg"].data[1] += 1
-    assert changes(before, state_hashes(model, optimizer)) == [
-        "optimizer layer.bias.exp_avg has changed"
+    assert [*differences(before, state_hashes(model, optimizer))] == [
+        "optimizer layer.bias.exp_avg"
     ]

@@ -385,7 +385,7 @@ def test_the_generator_of_an_apple_gpu_is_seeded_and_restored(generator):
     model = torch.nn.Linear(2, 2)
     states = random_states(MPS)
     assert not has_drawn(states, MPS)
-    with restored(MPS, model=model):
+    with restored(MPS, model, {}):
         inside = drawn()
         assert has_drawn(states, MPS)
     assert not has_drawn(states, MPS) and drawn() == inside

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -141,7 +140,10 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
-    restoring = restored(run.device, model=model, task=job.task, **_data_sets(job))
+    others = {"task": job.task}
+    for name, dataset in job.sets.items():
+        others[f"data set {name}"] = dataset
+    restoring = restored(run.device, model, others)
     with sample_reader(samples, workers=workers) as read:
         try:
             with restoring as values, _task_state_restored(contract), eager:
@@ -156,11 +158,6 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
                     f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
                 ) from error
             raise
-
-
-def _data_sets(job: Job) -> dict[str, Any]:
-    """Return the data sets, whose attributes the task's code may change."""
-    return {f"data set {name}": dataset for name, dataset in job.sets.items()}
 
 
 @contextmanager

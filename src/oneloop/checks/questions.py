@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import missing, tool
 from oneloop.basics.parameter_names import bare_name
@@ -12,7 +13,7 @@ from oneloop.basics.tensors import reshard, restored_buffers
 from oneloop.checks.dry_run import DryRun
 from oneloop.checks.passes import Pass, changed, whole_parameters
 from oneloop.checks.samples import BY_COLLATE, TRAINED
-from oneloop.checks.state import changes, state_hashes
+from oneloop.checks.state import state_hashes
 from oneloop.checks.tolerance import near
 from oneloop.data.fingerprint import IN_PLACE
 from oneloop.data.step_batches import Batch
@@ -75,9 +76,9 @@ def check_doubling(dry: DryRun) -> None:
     # single samples finds small differences, and prints more digits.
     tolerance = max(1e-4, dry.rounding.tolerance)
     state = ""
-    moved = changes(hashes, state_hashes(model))
+    moved = [*differences(hashes, state_hashes(model))]
     if moved:
-        state = f"a forward in evaluation changes the {moved[0].rpartition(' has ')[0]}"
+        state = f"a forward in evaluation changes the {moved[0]}"
     elif contract.additive and not found.draws and not near(2 * once, both, tolerance):
         again = float(contract.loss(model, one)[0])
         if near(once, again, tolerance):
@@ -135,9 +136,7 @@ def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
             passes.append(dry.train(batch, operations=operations))
             after = state_hashes(model)
         units.append(dry.units.calls)
-        for name in {**before, **after}:
-            if before.get(name) != after.get(name) and name not in moved:
-                moved.append(name)
+        moved += [name for name in differences(before, after) if name not in moved]
         dry.draws |= dry.drew()
         found.draws_others |= dry.seeded[1] != other_states()
     found.draws |= dry.draws

@@ -11,7 +11,7 @@ The repeat restores what it changes. It needs the memory of one micro-batch of a
 more copies of its samples.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 
@@ -34,7 +34,7 @@ from oneloop.checks.reports import (
     samples_differ,
 )
 from oneloop.checks.samples import copied
-from oneloop.checks.state import Values, changes, registered, restored, state_hashes
+from oneloop.checks.state import Values, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
 from oneloop.data.seeded_samples import SeededSamples, StepPlaces
 from oneloop.data.step_batches import Batch, Group, loader, to_device
@@ -98,8 +98,11 @@ class Checks:
         bits = job.exact or job.recipe.machine.deterministic or on_one_host
         self._least = None if bits else rounding_of(job, run, model).tolerance
 
-        # Of the last comparison: tensors, and what it has loaded.
-        self._last: dict[str, tuple[Tensor, bool, int]] = {}
+        # Of the last comparison: tensors, their hashes, what no update changes (of a trained tensor
+        # the object, of another one the hash), and what it has loaded.
+        self._tensors: dict[str, Tensor] = {}
+        self._hashes: dict[str, int] = {}
+        self._marks: dict[str, int] = {}
         self._loaded: tuple[Place, dict[str, str]] | None = None
 
     def repeat_if_due(self, group: Group, position: int) -> None:
@@ -117,7 +120,7 @@ class Checks:
         """
         if "check" not in self._job.intervals:
             return
-        if not self._last:
+        if not self._marks:
             self._changed_since()
         number = position // self._job.layout.size + 1
         if self._loaded is not None:
@@ -141,8 +144,8 @@ class Checks:
         before = state_hashes(self._model)
         with whole_parameters(self._model):
             yield
-        found = [f"{change} in {what}" for change in changes(before, state_hashes(self._model))]
-        self._judge(chain.from_iterable(self._run.gathered(found)), "")
+        names = differences(before, state_hashes(self._model))
+        self._judge(self._run.gathered(dict.fromkeys(names, f"in {what}")), "")
 
     def _repeat(self, group: Group, position: int, number: int) -> None:
         """Repeat one micro-batch of one rank on all ranks, and judge the results."""
@@ -166,8 +169,7 @@ class Checks:
         except Inexact as error:
             raise Inexact(f"step {number}: {error}", equal_at=self.equal_at) from None
         reports: list[Report] = run.gathered(mine)
-        found = chain.from_iterable(report.changes for report in reports)
-        if self._judge(found, f"step {number}: "):
+        if self._judge([report.changes for report in reports], f"step {number}: "):
             return
         compare_replicas({n: report.shared for n, report in enumerate(reports)}, step=number)
 
@@ -194,29 +196,33 @@ class Checks:
             raise Inexact(why, equal_at=self.equal_at)
         self._run.display.say(f"{why}; {DEPENDS}")
 
-    def _judge(self, found: Iterable[str], start: str) -> bool:
+    def _judge(self, reports: Iterable[Mapping[str, str]], start: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
 
         Args:
-            found: the same on all ranks: "buffer queue has changed in an evaluation", ….
+            reports: of each rank, the tensors that have changed, and when: "in an evaluation".
             start: of the message.
 
         Returns:
             Whether a change was reported.
         """
-        found = [change for change in found if _name(change) not in self._moving]
-        for change in found:
-            if change.startswith(self._rejected):
+        sentences: dict[str, str] = {}
+        for report in reports:
+            for name, when in report.items():
+                if name not in self._moving:
+                    why = f"{start}the {name} has changed {when}, and not by an update"
+                    sentences.setdefault(name, why)
+        for name, why in sentences.items():
+            if name.startswith(self._rejected):
                 self._tell(
-                    f"{start}the {change}, and not by an update, so the weights would depend on "
-                    "the parallel layout; let nothing but the optimizer change it, or train on "
-                    "one process without batch.grain",
+                    f"{why}, so the weights would depend on the parallel layout; let nothing but "
+                    "the optimizer change it, or train on one process without batch.grain",
                     is_error=True,
                 )
-        if found:
-            self._tell(f"{start}the {found[0]}, and not by an update", is_error=False)
-        self._moving.update(map(_name, found))
-        return bool(found)
+        for why in [*sentences.values()][:1]:
+            self._tell(why, is_error=False)
+        self._moving |= sentences.keys()
+        return bool(sentences)
 
     def _load(self, place: Place) -> Batch:
         """Return a micro-batch, loaded again."""
@@ -250,17 +256,15 @@ class Checks:
     def _compute_twice(self, batch: Batch, trained: dict[str, str], place: Place) -> Report:
         """Make two passes over a micro-batch, and undo what they change."""
         model = bare(self._model)
-        since = self._changed_since()
-        before = {name: number for name, (_, _, number) in self._last.items()}
+        changes = self._changed_since()
         shared = {}
-        for name, (tensor, _, number) in self._last.items():
+        for name, tensor in self._tensors.items():
             # A buffer that differs shows in the results, if it matters.
             if isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor):
-                shared[name] = number
+                shared[name] = self._hashes[name]
+        others = {"task": self._job.task}
         try:
-            with restored(
-                self._run.device, model=model, task=self._job.task, most=_COPIED
-            ) as values:
+            with restored(self._run.device, model, others, most=_COPIED) as values:
                 # Buffers that may move are the same in both passes.
                 with restored_buffers(model):
                     first = self._pass(batch, place)
@@ -269,30 +273,21 @@ class Checks:
                 second = self._pass(batch, place)
         finally:
             self._units.forget()
-        found = [f"{change} in a forward" for change in changes(before, after)] + since
+        changes |= dict.fromkeys(differences(self._hashes, after), "in a forward")
         samples = content_hashes(batch)
-        return Report(samples, trained, found, attributes, shared, (first, second))
+        return Report(samples, trained, changes, attributes, shared, (first, second))
 
-    def _changed_since(self) -> list[str]:
-        """Return how tensors have changed since the last call, but not by updates."""
-        before = self._last
-        hashes = state_hashes(self._model)
-        self._last = {}
-        found = []
-        for name, tensor in registered(self._model).items():
-            self._last[name] = tensor, tensor.requires_grad, hashes[name]
-            if name not in before:
-                found.append(f"{name} was registered")
-                continue
-            held, trained, number = before[name]
-            if trained or tensor.requires_grad:
-                changed = held is not tensor or trained is not tensor.requires_grad
-            else:
-                changed = hashes[name] != number
-            if changed:
-                found.append(f"{name} has changed")
-        found += [f"{name} was removed" for name in before if name not in self._last]
-        return [f"{one} since step {self.equal_at}" for one in found] if before else []
+    def _changed_since(self) -> dict[str, str]:
+        """Return which tensors have changed since the last call, but not by updates, and when."""
+        before = self._marks
+        # The last tensors are alive until now, so that no other one has their addresses.
+        self._tensors = registered(self._model)
+        self._hashes = state_hashes(self._model)
+        self._marks = {}
+        for name, tensor in self._tensors.items():
+            self._marks[name] = id(tensor) if tensor.requires_grad else self._hashes[name]
+        changed = differences(before, self._marks) if before else {}
+        return dict.fromkeys(changed, f"since step {self.equal_at}")
 
     def _pass(self, batch: Batch, place: Place) -> Pass:
         """Make one forward and backward over a micro-batch."""
@@ -303,8 +298,3 @@ class Checks:
         self._seed(*place)
         result = run_pass(model, lambda: self._job.task.loss(model, copy))
         return result._replace(outputs={})
-
-
-def _name(change: str) -> str:
-    """Return kind and name of the tensor in "buffer queue has changed"."""
-    return " ".join(change.split()[:2])

@@ -15,7 +15,8 @@ class Report(NamedTuple):
 
     samples: dict[str, str]  # checksum of each entry of the micro-batch, as loaded again
     trained: dict[str, str]  # the same of the micro-batch of this number that it trains
-    changes: list[str]  # of tensors, but not by updates: in a forward, or since the last repeat
+    # names of tensors that have changed, but not by updates, and when: "in a forward"
+    changes: dict[str, str]
     attributes: list[str]  # that the first pass has changed
     shared: dict[str, int]  # hash of each parameter that all ranks have, before the passes
     passes: tuple[Pass, Pass]

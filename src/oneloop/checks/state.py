@@ -1,11 +1,11 @@
 """State that a forward must not change: compare it by hashes, and undo what a trial has changed.
 
 >>> before = state_hashes(model)
->>> with restored(device, model=model, task=task) as values:
+>>> with restored(device, model, {"task": task}) as values:
 ...     loss(model, batch).backward()
-...     changes(before, state_hashes(model))        # of tensors
+...     [*differences(before, state_hashes(model))]        # names of tensors
 ...     values.changed()                            # of attributes
-['buffer queue has changed']
+['buffer queue']
 ['model.calls', 'task.history']
 
 :func:`restored` follows attributes and containers of the user's own objects. It covers numbers,
@@ -66,12 +66,12 @@ def registered(model: nn.Module) -> dict[str, Tensor]:
     A tied tensor has several names. FSDP2's parameters are this rank's shards.
     """
     reshard(model)
-    found: dict[str, Tensor] = {}
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    for kind, named in {"parameter": parameters, "buffer": buffers}.items():
-        found |= {f"{kind} {bare_name(name)}": tensor for name, tensor in named}
-    return found
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensors[f"parameter {bare_name(name)}"] = parameter
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        tensors[f"buffer {bare_name(name)}"] = buffer
+    return tensors
 
 
 def state_hashes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
@@ -95,21 +95,13 @@ def state_hashes(model: nn.Module, optimizer: Optimizer | None = None) -> dict[s
     return found
 
 
-def changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """Return how two results of :func:`state_hashes` differ: "buffer queue has changed", ….
-
-    So it does if it was registered or removed.
-
-    Args:
-        before: the earlier ones.
-        after: the later ones.
-    """
-    return [f"{name} has changed" for name in differences(before, after)]
-
-
 @contextmanager
 def restored(
-    device: torch.device, *, model: nn.Module, most: int = 1 << 30, **others: Any
+    device: torch.device,
+    model: nn.Module,
+    others: Mapping[str, Any],
+    *,
+    most: int = 1 << 30,
 ) -> Iterator["Values"]:
     """Undo on exit what forward, backward and loading change; gradients are None then.
 
@@ -119,8 +111,8 @@ def restored(
     Args:
         device: of the model.
         model: bare, or sharded by FSDP2.
-        most: largest bytes of parameters that are copied; a change of more cannot be undone.
         others: more objects by name, such as the task and its data sets.
+        most: largest bytes of parameters that are copied; a change of more cannot be undone.
 
     Raises:
         Inexact: parameters have changed, and were not copied.
@@ -138,12 +130,13 @@ def restored(
         reshard(model)
         values.restore()
         model.zero_grad(set_to_none=True)
-    lost = changes(before, state_hashes(model)) if before else []
-    if lost:
+    if copied:
+        return
+    for name in differences(before, state_hashes(model)):
         raise Inexact(
-            f"a forward in training cannot be undone, because it changes parameters: {lost[0]}, "
-            f"and parameters of more than {most / 1e6:,.0f} MB are not copied; change it outside "
-            "of the forward, or set machine.check_every 0"
+            f"a forward in training cannot be undone, because it changes the {name}, and "
+            f"parameters of more than {most / 1e6:,.0f} MB are not copied; change it outside of "
+            "the forward, or set machine.check_every 0"
         )
 
 
