@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from oneloop.checks.passes import Measure, Pass, run_pass
+from oneloop.checks.passes import Measure, run_pass
 from oneloop.checks.reports import difference
 from oneloop.job.build import Intervals
 from worlds import run, train
@@ -95,10 +95,10 @@ def test_gradients_that_are_not_finite_are_nodifference():
     nan = float("nan")
     bias = Measure(1, 2.0, 2.0)
     loss = Measure(1.0, 1.0, 1.0)
-    one = Pass({}, {"": loss, "w": Measure(3, nan, nan), "b": bias})
-    other = Pass({}, {"": loss, "w": Measure(4, nan, nan), "b": bias})
+    one = {"": loss, "w": Measure(3, nan, nan), "b": bias}
+    other = {"": loss, "w": Measure(4, nan, nan), "b": bias}
     assert difference(one, other, {}) == ""
-    finite = Pass({}, {"": loss, "w": Measure(4, 0.5, 0.5), "b": bias})
+    finite = {"": loss, "w": Measure(4, 0.5, 0.5), "b": bias}
     assert "gradients of w" in difference(one, finite, {})
 
 
@@ -109,15 +109,15 @@ def test_a_pass_measures_gradients_and_leaves_none():
     x = torch.randn(5, 3)
 
     def loss_of(rows):
-        return lambda: (model[1](model[0](rows)).square().sum(), {})
+        return lambda: model[1](model[0](rows)).square().sum()
 
     whole = run_pass(model, loss_of(x))
     parts = [run_pass(model, loss_of(row[None])) for row in x]
-    assert whole.measures.keys() == {"", "0.weight", "0.bias", "1.weight", "1.bias"}
-    for name, gradient in whole.measures.items():
-        total = sum(part.measures[name].product for part in parts)
+    assert whole.keys() == {"", "0.weight", "0.bias", "1.weight", "1.bias"}
+    for name, gradient in whole.items():
+        total = sum(part[name].product for part in parts)
         assert gradient.product == pytest.approx(total, rel=1e-5)
-    assert whole.measures["0.weight"] == run_pass(model, loss_of(x)).measures["0.weight"]
+    assert whole["0.weight"] == run_pass(model, loss_of(x))["0.weight"]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -204,13 +204,6 @@ def no_whole_parameters() -> None:
     _Unit.compare = lambda unit, *given: None
 
 
-def samples_loaded_once() -> None:
-    """Load no samples once more in the step after a repeat."""
-    from oneloop.checks.repeats import Checks
-
-    Checks._load_once_more = lambda checks, number: None
-
-
 def no_repeats() -> None:
     """Repeat no micro-batch."""
     from oneloop.job.build import Intervals
@@ -313,7 +306,6 @@ def buffers_of_rank_0() -> None:
 
 WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {
     "restoring": nothing_restored,
-    "samples loaded once more": samples_loaded_once,
     "reading in a worker": read_here,
     "seeding numpy and Python": torch_only,
     "generators of recomputations": recomputed_otherwise,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.seeds import has_drawn, random_states, reseed
@@ -97,27 +97,25 @@ class DryRun:
         """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""
         return self.run.any(flag) if self.run.sharded else flag
 
-    def train(
-        self,
-        batch: Batch,
-        *,
-        backward: bool = True,
-        operations: Operations | None = None,
-    ) -> Pass:
+    def train(self, batch: Batch, operations: Operations | None = None) -> Pass:
         """Run forward and backward over a batch. Under FSDP2 it is collective.
 
         Args:
             batch: of :meth:`batch`, which has just set seeds.
-            backward: whether to compute gradients.
-            operations: counts those of forward and backward.
+            operations: counts those of forward and backward in its context.
 
         Raises:
             Inexact: FSDP2 would drop what the forward changes, or a gradient is sparse.
         """
+
+        def loss_of() -> Tensor:
+            loss, self.outputs = self.contract.loss(self.model, batch)
+            if operations is not None:
+                operations.backward = True
+            return loss
+
         self.units.forget()
-        loss_of = partial(self.contract.loss, self.model, batch)
-        call = partial(run_pass, self.model, loss_of, backward=backward, operations=operations)
-        result: Pass = theirs(self.job.task, "loss", call)
+        result: Pass = theirs(self.job.task, "loss", partial(run_pass, self.model, loss_of))
         return result
 
 

@@ -6,7 +6,7 @@ them; and whole gradients are measured before FSDP2 sums them over the ranks.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import as_real, reshard, sharded_units
 from oneloop.basics.wide_sums import wide_dtype
-from oneloop.measure.flops import Operations
+from oneloop.machine.fsdp2_units import unit_groups
 
 _AT_ONCE = 65_536  # elements
 
@@ -57,34 +57,21 @@ class Measure(NamedTuple):
     norm: float
 
 
-class Pass(NamedTuple):
-    """Result of one forward and backward."""
+Pass = dict[str, Measure]
+"""result of one forward and backward: the loss, and gradients by parameter
 
-    outputs: dict[str, Any]
-    # of the loss, and of gradients by parameter; those that the loss does not use are missing
-    measures: dict[str, Measure]
-
-    @property
-    def loss(self) -> float:
-        return self.measures[LOSS].product
+Parameters that the loss does not use are missing.
+"""
 
 
-def run_pass(
-    model: nn.Module,
-    loss_of: Callable[[], tuple[Tensor, dict[str, Any]]],
-    *,
-    backward: bool = True,
-    operations: Operations | None = None,
-) -> Pass:
+def run_pass(model: nn.Module, loss_of: Callable[[], Tensor]) -> Pass:
     """Run forward and backward without a sum over the ranks. Host sync.
 
     Under FSDP2 it is collective: call it on every rank. Gradients are None afterwards.
 
     Args:
         model: bare, in :class:`Wrapped`, or sharded by FSDP2.
-        loss_of: runs the forward; returns loss and outputs.
-        backward: whether to compute gradients.
-        operations: counts those of forward and backward.
+        loss_of: runs the forward; returns the loss.
 
     Raises:
         Inexact: the forward changes or replaces a whole parameter of FSDP2, or a gradient is
@@ -104,23 +91,20 @@ def run_pass(
     reshard(model)
     try:
         with whole_parameters(model, measure) as units:
-            with operations or nullcontext():
-                loss, outputs = loss_of()
-                for unit in units:
-                    unit.compare()
-                if operations is not None:
-                    operations.backward = True
-                gradients = _gradients(loss, model) if backward else {}
-            for name, gradient in gradients.items():
+            loss = loss_of()
+            for unit in units:
+                unit.compare()
+            for name, gradient in _gradients(loss, model).items():
                 measure(name, gradient)
     finally:
         reshard(model)
         model.zero_grad(set_to_none=True)
     rows = torch.stack([*measured.values()]).tolist() if measured else []  # host sync
     value = float(loss.detach())
-    measures = {LOSS: Measure(value, value, abs(value))}
-    measures |= {name: Measure(*row) for name, row in zip(measured, rows, strict=True)}
-    return Pass(outputs, measures)
+    results = {LOSS: Measure(value, value, abs(value))}
+    for name, row in zip(measured, rows, strict=True):
+        results[name] = Measure(*row)
+    return results
 
 
 def changed(name: str) -> str:
@@ -222,11 +206,9 @@ class _Unit:
         self, unit: Any, names: dict[int, str], see: Callable[[str, Tensor], object] | None
     ) -> None:
         self._see = see
-        self._held: list[tuple[str, nn.Module, str]] = []  # name, module, and its key there
-        for module in _modules_of(unit):
-            for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-                self._held.append((names[id(parameter)], module, key))
-        self._shards = self._now()
+        self._held: list[tuple[str, Any]] = []  # names, and what FSDP2 knows of the parameters
+        for group in unit_groups(unit):
+            self._held += [(names[id(held.sharded_param)], held) for held in group.fsdp_params]
         self._before: list[tuple[Tensor, bool, int]] = []  # parameters as they were gathered
         self._hooks: dict[int, Any] = {}  # on whole parameters, by id
 
@@ -243,19 +225,17 @@ class _Unit:
             handle.remove()
 
     def _enter(self, *given: object) -> None:
-        """Record the parameters before FSDP2 puts whole ones in their place."""
-        self._entered = self._now()
+        """Raise Inexact if FSDP2 would put a whole parameter in place of another tensor."""
+        for name, held in self._held:
+            now = _now(held)
+            if now is not held.sharded_param and now is not getattr(held, "_unsharded_param", None):
+                raise _replaced(name)
 
     def _gathered(self, *given: object) -> None:
-        """Record the whole parameters, and measure their gradients.
-
-        FSDP2 has put them in place of its shards. It must not replace anything else.
-        """
+        """Record the whole parameters, and measure their gradients."""
         self._before = []
-        places = zip(self._held, self._now(), self._entered, self._shards, strict=True)
-        for (name, *_), whole, entered, shard in places:
-            if entered is not whole and entered is not shard:
-                raise _replaced(name)
+        for name, held in self._held:
+            whole = _now(held)
             content = int(tensor_hash(whole))  # host sync
             self._before.append((whole, whole.requires_grad, content))
             see = self._see
@@ -266,8 +246,9 @@ class _Unit:
 
     def compare(self, *given: object) -> None:
         """Raise Inexact if a whole parameter is not as it was gathered, and is still held."""
-        states = zip(self._held, self._now(), self._before, strict=False)
-        for (name, *_), now, (whole, trained, content) in states:
+        states = zip(self._held, self._before, strict=False)
+        for (name, held), (whole, trained, content) in states:
+            now = _now(held)
             if isinstance(now, DTensor):
                 continue  # freed
             # A forward of bitsandbytes registers another object for a frozen one, with its memory.
@@ -280,14 +261,8 @@ class _Unit:
         if self._see is None:
             self.close()
 
-    def _now(self) -> list[Any]:
-        return [module._parameters.get(key) for _, module, key in self._held]
 
-
-def _modules_of(unit: Any) -> Iterator[nn.Module]:
-    """Yield the modules whose parameters a unit gathers: all but those of units inside."""
-    waiting: list[nn.Module] = [unit]
-    while waiting:
-        module = waiting.pop()
-        yield module
-        waiting += [child for child in module.children() if not isinstance(child, FSDPModule)]
+def _now(held: Any) -> Any:
+    """Return the tensor that a module has as one of FSDP2's parameters."""
+    place = held._module_info
+    return place.module._parameters.get(place.param_name)

@@ -64,8 +64,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
         (first, last), units = run_twice(dry)
         check_units(dry, units)
         check_losses(dry, first, last)
-        found.unused = unused_parameters(job, run, model, last.measures)
-        found.metrics = logged_names(job.task, last.outputs)
+        found.unused = unused_parameters(job, run, model, last)
+        found.metrics = logged_names(job.task, dry.outputs)
         found.not_summed = check_sums(dry, first)
     found.notes += job.tried.notes
     return found

@@ -11,7 +11,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states
 from oneloop.basics.tensors import reshard, restored_buffers
 from oneloop.checks.dry_run import DryRun
-from oneloop.checks.passes import Pass, changed, whole_parameters
+from oneloop.checks.passes import LOSS, Pass, changed, whole_parameters
 from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import state_hashes
 from oneloop.checks.tolerance import near
@@ -131,9 +131,9 @@ def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
     units = []
     for load in (0, 1):
         batch = dry.batch(dry.micro_batch, load=load)
-        operations = Operations()
         with restored_buffers(model):
-            passes.append(dry.train(batch, operations=operations))
+            with Operations() as operations:
+                passes.append(dry.train(batch, operations))
             after = state_hashes(model)
         units.append(dry.units.calls)
         moved += [name for name in differences(before, after) if name not in moved]
@@ -184,7 +184,7 @@ def _units(dry: DryRun, numbers: Sequence[int], seed: int = 0) -> list[str]:
     """Return the units that run for these samples."""
     batch = dry.batch(numbers, seed=seed)
     with restored_buffers(dry.model):
-        dry.train(batch, backward=False)
+        dry.train(batch)
     return dry.units.calls
 
 
@@ -199,7 +199,7 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
     Raises:
         BadInput: the run must be the same each time.
     """
-    losses = first.loss, last.loss
+    losses = first[LOSS].product, last[LOSS].product
     cause: str = dry.read(TRAINED)[1]
     if cause.endswith((IN_PLACE, BY_COLLATE)):
         stateful = cause

@@ -27,12 +27,7 @@ from oneloop.basics.tensors import restored_buffers
 from oneloop.checkpoint.weights import bare
 from oneloop.checks.passes import Pass, Wrapped, run_pass, whole_parameters
 from oneloop.checks.replicas import compare_replicas
-from oneloop.checks.reports import (
-    Report,
-    other_samples,
-    results_differ,
-    samples_differ,
-)
+from oneloop.checks.reports import Report, describe_difference
 from oneloop.checks.samples import copied
 from oneloop.checks.state import Values, registered, restored, state_hashes
 from oneloop.checks.tolerance import rounding_of
@@ -90,7 +85,8 @@ class Checks:
         elif run.ranks > 1:
             self._rejected = ("parameter",)
 
-        # A model that is known to be stateful would only be reported once more.
+        # A model that is known to be stateful would only be reported once more. A loss over the
+        # whole batch computes each embedding twice, and needs equal ones.
         self._strict = job.exact or is_whole_batch(job.task)
         self._reported = bool(trial.stateful) and not self._strict
         # Where a rerun gives the same bits, they are compared.
@@ -98,12 +94,11 @@ class Checks:
         bits = job.exact or job.recipe.machine.deterministic or on_one_host
         self._least = None if bits else rounding_of(job, run, model).tolerance
 
-        # Of the last comparison: tensors, their hashes, what no update changes (of a trained tensor
-        # the object, of another one the hash), and what it has loaded.
+        # Of the last comparison: tensors, their hashes, and what no update changes (of a trained
+        # tensor the object, of another one the hash).
         self._tensors: dict[str, Tensor] = {}
         self._hashes: dict[str, int] = {}
         self._marks: dict[str, int] = {}
-        self._loaded: tuple[Place, dict[str, str]] | None = None
 
     def repeat_if_due(self, group: Group, position: int) -> None:
         """At some log lines, repeat a micro-batch of a step. Collective: call on every rank.
@@ -123,8 +118,6 @@ class Checks:
         if not self._marks:
             self._changed_since()
         number = position // self._job.layout.size + 1
-        if self._loaded is not None:
-            self._load_once_more(number, *self._loaded)
         if self._job.intervals.is_repeated(number, seed=self._job.recipe.seed):
             self._repeat(group, position, number)
 
@@ -161,7 +154,6 @@ class Checks:
         group.batches = chain(delivered, group.batches)
         trained = content_hashes(delivered[-1])
         batch = self._load(place)
-        self._loaded = None if self._reported else (place, content_hashes(batch))
 
         # All ranks judge the same reports, so that all of them raise the same error.
         try:
@@ -175,20 +167,12 @@ class Checks:
 
         # Buffers that move differ between ranks. Only those of BatchNorm do not matter.
         across = self._moving <= statistics_of(bare(self._model))
-        why = samples_differ(reports, rank)
-        why = why or results_differ(reports, rank, least=self._least, across=across)
+        why = describe_difference(reports, rank, least=self._least, across=across)
         if not why:
             self.equal_at = number
         elif not self._reported:
-            self._report(number, why)
-
-    def _report(self, number: int, why: str) -> None:
-        """Raise Inexact if the run promises equal results; else report it, once.
-
-        A loss over the whole batch computes each embedding twice, and needs equal ones.
-        """
-        self._reported = True
-        self._tell(f"step {number}: {why}", is_error=self._strict)
+            self._reported = True
+            self._tell(f"step {number}: {why}", is_error=self._strict)
 
     def _tell(self, why: str, *, is_error: bool) -> None:
         """Raise Inexact, or print what follows for another parallel layout."""
@@ -245,14 +229,6 @@ class Checks:
             before.restore()
         return to_device(batch, self._run.device)
 
-    def _load_once_more(self, number: int, place: Place, before: dict[str, str]) -> None:
-        """Load the samples of the last repeat once more: a data set may follow a counter."""
-        self._loaded = None
-        after = content_hashes(self._load(place))
-        for rank, names in enumerate(self._run.gathered([*differences(before, after)])):
-            if names and not self._reported:
-                self._report(number, other_samples(rank, names[0], "it has loaded before"))
-
     def _compute_twice(self, batch: Batch, trained: dict[str, str], place: Place) -> Report:
         """Make two passes over a micro-batch, and undo what they change."""
         model = bare(self._model)
@@ -296,5 +272,4 @@ class Checks:
         # The loss may change its batch in place: give it a copy.
         copy = copied(batch)
         self._seed(*place)
-        result = run_pass(model, lambda: self._job.task.loss(model, copy))
-        return result._replace(outputs={})
+        return run_pass(model, lambda: self._job.task.loss(model, copy)[0])

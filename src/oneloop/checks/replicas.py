@@ -55,21 +55,16 @@ def compare_replicas(replicas: Mapping[int, Mapping[str, int]], *, step: int) ->
         step: number of the step, for the message.
 
     Raises:
-        ReplicasDiffer: with the rank that differs from the majority, and the tensor.
+        ReplicasDiffer: with the rank that differs from the majority, and the first such tensor.
     """
-    differing: list[tuple[str, list[int]]] = []
     for name in next(iter(replicas.values())):
         hashes = {rank: replica.get(name) for rank, replica in replicas.items()}
         usual = Counter(hashes.values()).most_common(1)[0][0]  # in a tie, the lowest rank's
         odd = [rank for rank, value in hashes.items() if value != usual]
         if odd:
-            differing.append((name.removeprefix("parameter "), odd))
-    if differing:
-        name, odd = differing[0]
-        more = f" (and in {len(differing) - 1} more tensors)" if len(differing) > 1 else ""
-        raise ReplicasDiffer(
-            f"step {step}: rank {', '.join(map(str, odd))} differs from the others in "
-            f"{name}{more}: a device or its memory is faulty; resume without it, from the last "
-            "checkpoint. If this happens on other devices, too, the model changes its weights on "
-            "one rank: oneloop prove --every_step"
-        )
+            raise ReplicasDiffer(
+                f"step {step}: rank {', '.join(map(str, odd))} differs from the others in "
+                f"{name.removeprefix('parameter ')}: a device or its memory is faulty; resume "
+                "without it, from the last checkpoint. If this happens on other devices, too, the "
+                "model changes its weights on one rank: oneloop prove --every_step"
+            )

@@ -22,41 +22,26 @@ class Report(NamedTuple):
     passes: tuple[Pass, Pass]
 
 
-def samples_differ(reports: Sequence[Report], chosen: int) -> str:
-    """Return how samples differ that were loaded again; an empty text if they do not.
-
-    Args:
-        reports: of all ranks.
-        chosen: the rank that trains the micro-batch.
-    """
-    trained = reports[chosen].trained
-    for rank, report in enumerate(reports):
-        for name in differences(trained, report.samples):
-            return other_samples(rank, name, f"rank {chosen} trains on")
-    return ""
-
-
-def other_samples(rank: int, name: str, known: str) -> str:
-    """Return the sentence on a rank that has loaded other samples than those that are known."""
-    return (
-        f"rank {rank} has loaded other values of {name!r} for the samples of a micro-batch than "
-        f"{known}: the data set or collate depends on more than the index, the epoch and the seed "
-        "(a counter, a private generator, a changed sample, a data worker's number)"
-    )
-
-
-def results_differ(
+def describe_difference(
     reports: Sequence[Report], chosen: int, *, least: float | None, across: bool
 ) -> str:
-    """Return how loss and gradients of passes differ; an empty text if they do not.
+    """Return how samples, losses and gradients of reports differ; an empty text if they do not.
 
     Args:
         reports: of all ranks.
         chosen: the rank that trains the micro-batch.
         least: smallest relative difference that counts; more counts only if it is more than ten
             times the difference of two reruns. None: reruns are bit-identical.
-        across: whether to compare the ranks, too.
+        across: whether to compare results of the ranks, too.
     """
+    for rank, report in enumerate(reports):
+        for name in differences(reports[chosen].trained, report.samples):
+            return (
+                f"rank {rank} has loaded other values of {name!r} for the samples of a micro-batch "
+                f"than rank {chosen} trains on: the data set or collate depends on more than the "
+                "index, the epoch and the seed (a counter, a private generator, a changed sample, "
+                "a data worker's number)"
+            )
     noise = {} if least is None else _noise(reports, least)
     for rank, report in enumerate(reports):
         found = difference(*report.passes, noise)
@@ -81,8 +66,8 @@ def _noise(reports: Sequence[Report], least: float) -> dict[str, float]:
     noise: dict[str, float] = {}
     for report in reports:
         one, other = report.passes
-        for name, value in one.measures.items():
-            apart = abs(value.product - other.measures.get(name, value).product)
+        for name, value in one.items():
+            apart = abs(value.product - other.get(name, value).product)
             noise[name] = max(noise.get(name, 0.0), least * value.norm, _NOISE * apart)
     return noise
 
@@ -95,11 +80,12 @@ def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
         other: the pass that it is compared with.
         noise: allowed difference of the loss, and of each gradient; 0 or none: no bit.
     """
-    if not (math.isfinite(one.loss) and math.isfinite(other.loss)):
+    losses = one[LOSS].product, other[LOSS].product
+    if not all(map(math.isfinite, losses)):
         return ""
-    for name in {**one.measures, **other.measures}:
-        mine = one.measures.get(name)
-        theirs = other.measures.get(name)
+    for name in {**one, **other}:
+        mine = one.get(name)
+        theirs = other.get(name)
         if mine is None or theirs is None:
             return f"a gradient of {name} only once"
         finite = math.isfinite(mine.product) or math.isfinite(theirs.product)
@@ -108,6 +94,6 @@ def difference(one: Pass, other: Pass, noise: Mapping[str, float]) -> str:
         if abs(mine.product - theirs.product) <= noise.get(name, -1.0):
             continue
         if name == LOSS:
-            return f"the losses {one.loss:.9g} and {other.loss:.9g}"
+            return f"the losses {losses[0]:.9g} and {losses[1]:.9g}"
         return f"other gradients of {name} (norms {mine.norm:.9g} and {theirs.norm:.9g})"
     return ""

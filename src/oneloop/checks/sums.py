@@ -31,11 +31,11 @@ def distances(whole: Pass, parts: Sequence[Pass], floor: float) -> dict[str, flo
         floor: share of all gradients. A gradient that is 0 but for rounding (biases of keys) is
             compared with it.
     """
-    gradients = [measure.norm for name, measure in whole.measures.items() if name != LOSS]
+    gradients = [measure.norm for name, measure in whole.items() if name != LOSS]
     noise = floor * sum(gradients)
     found = {}
-    for name, measure in whole.measures.items():
-        summands = [part.measures.get(name, _NONE) for part in parts]
+    for name, measure in whole.items():
+        summands = [part.get(name, _NONE) for part in parts]
         gap = abs(measure.product - sum(summand.product for summand in summands))
         size = max(measure.norm, sum(summand.norm for summand in summands))
         if name != LOSS:
@@ -109,10 +109,11 @@ def _compare(dry: DryRun, whole: Pass, mode: str) -> str:
     if loss > rounding.limit(max(control.pop(LOSS) for control in controls)):
         # Print enough digits to show the difference.
         digits = max(6, 2 - math.floor(math.log10(loss)))
-        losses = " + ".join(f"{one.loss:.{digits}g}" for one in sums)
+        losses = " + ".join(f"{one[LOSS].product:.{digits}g}" for one in sums)
         raise dry.contract.wrong(
             "loss",
-            f"returned {whole.loss:.{digits}g} {mode} for samples whose losses are {losses}",
+            f"returned {whole[LOSS].product:.{digits}g} {mode} for samples whose losses are "
+            f"{losses}",
             "another parallel layout would train a different model: let each sample's loss "
             "depend only on that sample."
             " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
