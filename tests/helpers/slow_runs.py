@@ -19,7 +19,6 @@ from tiny import Ragged, Sequences
 from worlds import train
 
 FROZEN = 3 << 20  # values of the frozen layer
-LONGER = 5.0  # seconds
 
 
 class Samples(Sequences):
@@ -156,21 +155,4 @@ def slow_disk(argv: Sequence[str]) -> None:
 
     background_save.WRITER = "slow_disk"
     slow_down()
-    train(argv)
-
-
-def short_time_out(argv: Sequence[str]) -> None:
-    """Train with a time-out of three seconds for collectives; ``final/`` takes longer."""
-    from oneloop.loop import steps
-    from oneloop.run import final_weights as export
-
-    steps._KNOWN, steps._MANY, steps._LEAST = 5, 0, 3.0
-    write = export.write_weights
-
-    def slowly(file: Path, weights: Any) -> None:
-        if weights:  # on rank 0
-            time.sleep(LONGER)
-        write(file, weights)
-
-    export.write_weights = slowly
     train(argv)

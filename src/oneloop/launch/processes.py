@@ -39,7 +39,8 @@ from oneloop.supervise.pipe import ADDRESS, CHANNEL
 from oneloop.task_protocol.user_code import where
 
 LONG = timedelta(hours=2)
-"""time-out of collectives while one rank may prepare, compile, evaluate, load or write for long"""
+"""time-out of collectives: one rank may prepare, compile, evaluate, load or write for long; the
+supervisor finds a hang earlier"""
 _PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
@@ -74,8 +75,6 @@ class Run:
         group = dist.new_group(backend="gloo", timeout=LONG) if several else None
         self.host = cast("dist.ProcessGroup | None", group)
         """process group of collectives on the host; None: one rank"""
-        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
-        self.in_a_row = 0  # steps since the start, or since :meth:`be_patient`
 
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
@@ -87,19 +86,6 @@ class Run:
         self.stopping.listen()
         CHANNEL.send(listens=True)
         CHANNEL.send(watched_at=self.from_main(os.environ.get(ADDRESS)))
-
-    def be_patient(self) -> None:
-        """Give collectives a long time-out, until enough steps were made after this call.
-
-        Call it before work that may take one rank long while the others wait for it.
-        """
-        self.in_a_row = 0
-        self.wait_at_most(LONG)
-
-    def wait_at_most(self, limit: timedelta) -> None:
-        """Limit the time of collectives from now on: a second safeguard, if no supervisor runs."""
-        if self.host is not None:
-            limit_collectives(limit, [dist.group.WORLD, self.host, *self.mesh_groups])
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Collective: call on every rank."""
@@ -179,10 +165,9 @@ class Run:
         """:func:`oneloop.machine.mixed_precision.prepare` with this run's accelerator."""
         prepared = prepare(model, self.accelerator, blocks=blocks)
         parameter = next(prepared.parameters())
-        if isinstance(parameter, DTensor):
-            self.mesh_groups += parameter.device_mesh.get_all_groups()
-        if self.host is not None:
-            limit_collectives(LONG, self.mesh_groups)  # torch's own limit is shorter
+        if isinstance(parameter, DTensor) and self.host is not None:
+            # torch's own limit for the groups in which FSDP2 shards and reduces is shorter.
+            limit_collectives(LONG, parameter.device_mesh.get_all_groups())
         return prepared
 
     def prepare_frozen(self, model: nn.Module, *, names: Sequence[str] = ()) -> nn.Module:
@@ -230,14 +215,13 @@ def _exit_with(error: BadInput | Unavailable) -> NoReturn:
     leave_at_once(ERROR if isinstance(error, Unavailable) else BAD_INPUT)
 
 
-def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup | None]) -> None:
-    """Set the time-out of all later collectives of these groups (None is left out)."""
+def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Set the time-out of all later collectives of these groups."""
     set_timeout = getattr(distributed_c10d, "set_timeout", None)
     if set_timeout is None:  # before torch 2.15
         set_timeout = distributed_c10d._set_pg_timeout
     for group in groups:
-        if group is not None:
-            set_timeout(limit, group)
+        set_timeout(limit, group)
 
 
 def start(

@@ -25,7 +25,6 @@ def end(state: State, checks: Checks, *, stopped: bool) -> dict[str, Any]:
     # Wait for the last checkpoint, and write final/ (the best weights if the recipe asks for them).
     failed = state.checkpoints.finish()
     BEATS.enter(ENDING)
-    state.run.be_patient()
     final = _final_weights(state, stopped=stopped)
     state.checkpoints.close()
     folder = state.folder.path / "final"

@@ -74,7 +74,6 @@ def evaluate(
     if collecting is not None and sets.keys() - {"test"}:
         examples = collecting.Examples(recipe.eval.samples)
 
-    run.be_patient()
     state.checkpoints.poll()  # an evaluation may take long: the last save must not wait for it
     with BEATS.phase(EVALUATION), checks.unchanged("an evaluation"):
         results = evaluate_all(

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,6 @@ from oneloop.loop.training_state import State
 from oneloop.machine.fsdp2_units import Units, agree, disagreement
 
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
-_KNOWN = 50  # steps in a row after which collectives get a time-out
-_LEAST = 1200.0  # seconds of this time-out, at least: more than a wait for data
-_MANY = 20  # hang limits of this time-out, if they are longer
 
 
 class _Exchange(NamedTuple):
@@ -68,7 +64,6 @@ class StepBatches:
 
         Collective: call on every rank, at the same step."""
         self._restart = True
-        self._run.be_patient()  # another rank may still load the checkpoint
 
     def save_later(self) -> None:
         """Save after the next step, if the time had come after this one, which failed."""
@@ -132,14 +127,9 @@ class StepBatches:
         while self._restart:
             self._restart = False
             for group in self._summed(self._timed(self._groups())):
-                # Report progress. Once step times are known, limit the time of collectives.
+                # Report progress to the supervisor.
                 BEATS.beat()
-                self._run.in_a_row += 1
-                if self._run.in_a_row == _KNOWN:
-                    limit = max(_LEAST, _MANY * BEATS.limit(1.0))
-                    self._run.wait_at_most(timedelta(seconds=limit))
                 yield group
-
                 phase = self._phase()
                 if phase != BEATS.now_in:
                     BEATS.enter(phase)
