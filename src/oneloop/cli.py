@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from oneloop.basics.command_options import summary
-from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, BadInput, Unavailable
+from oneloop.basics.exit_codes import BAD_INPUT, DONE, BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.basics.houses import COMMANDS, missing, required
 from oneloop.basics.streams import replace_unknown_characters
@@ -29,12 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return DONE if words else BAD_INPUT
     try:
         return command(words[0])(words[1:])
-    except BadInput as error:
+    except (BadInput, Unavailable) as error:
         print(printable(f"oneloop: {error}"), file=sys.stderr)
-        return BAD_INPUT
-    except Unavailable as error:
-        print(printable(f"oneloop: {error}"), file=sys.stderr)
-        return ERROR
+        return error.code
     except SystemExit as end:  # --help
         return int(end.code or 0)
 

@@ -349,15 +349,6 @@ def test_the_variables_of_accelerate_choose_the_device(monkeypatch):
     assert devices.kind().type == "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ
 
 
-def test_the_log_says_what_happens_to_operators_that_an_apple_gpu_lacks(monkeypatch):
-    assert devices.missing_operators(torch.device("cpu")) == []
-    (line,) = devices.missing_operators(MPS)
-    assert "ends the run" in line and "export PYTORCH_ENABLE_MPS_FALLBACK=1" in line
-    monkeypatch.setattr(devices, "FALLBACK", True)
-    (line,) = devices.missing_operators(MPS)
-    assert "lacks run on the CPU, slower" in line
-
-
 @pytest.fixture
 def generator(monkeypatch) -> torch.Generator:
     """The generator of an emulated Apple GPU."""

@@ -222,7 +222,8 @@ def begun(cache: Path) -> SimpleNamespace:
     """Return what a run of one process lets a task use."""
     model = Next().double().eval()
     return SimpleNamespace(
-        cache=cache / "code",
+        cache=cache,
+        precision="no",
         sets=("train", "validation"),
         share=list,
         barrier=lambda: None,

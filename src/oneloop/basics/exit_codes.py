@@ -11,12 +11,14 @@ INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 class BadInput(ValueError):
     """Invalid input: the message states the request, what was found, and what to do."""
 
+    code = BAD_INPUT  # the exit code of a process that ends with this error
     shared = False  # whether all ranks raise it
 
 
 class Unavailable(OSError):
     """Storage fails now, and may answer later: exit code 1, so that schedulers start again."""
 
+    code = ERROR
     shared = False  # whether all ranks raise it
 
 

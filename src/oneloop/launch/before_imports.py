@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NoReturn
 
-from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import launcher, rank, ranks
@@ -62,8 +61,7 @@ def reject(error: BadInput | Unavailable) -> NoReturn:
     """Print the error on rank 0, and end this process with exit code 2 (Unavailable: 1)."""
     if is_main():
         print(printable(f"oneloop: {error}"), file=sys.stderr)
-    code = exit_codes.ERROR if isinstance(error, Unavailable) else exit_codes.BAD_INPUT
-    leave(code, main=is_main())
+    leave(error.code, main=is_main())
 
 
 def is_main() -> bool:

@@ -14,9 +14,6 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """variables with the settings of torch's allocator: the new name, and the old one"""
 _NOT_EXPANDABLE = ("microsoft", "tegra")
 """parts of the names of kernels (WSL, Jetson) under which expandable segments fail"""
-FALLBACK = os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK", "0") != "0"
-"""whether torch may run operators on the CPU that an Apple GPU lacks; torch reads the variable when
-it is imported, and accelerate sets it later"""
 
 
 def use_cpu() -> None:
@@ -32,19 +29,6 @@ def kind() -> torch.device:
     if found is None or named or parse_flag_from_env("ACCELERATE_USE_CPU"):
         return torch.device("cpu")
     return found
-
-
-def not_on_mps(setting: str, why: str) -> BadInput:
-    """Return the error for a setting that an Apple GPU does not support.
-
-    Args:
-        setting: the key and its value.
-        why: the reason.
-    """
-    return BadInput(
-        f"the Apple GPU (mps) does not support {setting}: {why}; set machine.device cpu "
-        "(evaluate and predict: --device cpu)"
-    )
 
 
 def reject_shared(device: torch.device) -> None:
@@ -70,19 +54,14 @@ def reject_shared(device: torch.device) -> None:
     # Name the setting that hides GPUs.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
-    more = ""
-    if count == 1:
-        more = (
-            "; a process must see all GPUs of its host (srun --gpus-per-node in place of "
-            "--gpus-per-task), and sees one MIG slice at most"
-        )
     fewer = f"(--num_processes {count}, or --config_file single for one)"
     if ranks() > local_ranks():
         fewer = "on each host"
     raise BadInput(
         f"NCCL requires one GPU per process: this host starts {local_ranks()} processes, and each "
         f"sees {count}{hidden}; start at most {count} {fewer}, or train on the CPU "
-        f"(--machine.device cpu){more}"
+        "(--machine.device cpu); a process must see all GPUs of its host (srun --gpus-per-node in "
+        "place of --gpus-per-task), and sees one MIG slice at most"
     )
 
 
@@ -129,23 +108,3 @@ def unused(device: torch.device) -> list[str]:
     elif ranks() > local_ranks():
         more = f"{count} processes on each host"
     return [f"GPUs of this host in use: {local_ranks()} of {count}; to use all: {more}"]
-
-
-def missing_operators(device: torch.device) -> list[str]:
-    """Return the line of the start-up log about operators that an Apple GPU lacks.
-
-    Args:
-        device: of this process.
-    """
-    if device.type != "mps":
-        return []
-    line = (
-        "an operator that the Apple GPU (mps) lacks ends the run; to run it on the CPU, slower, "
-        "export PYTORCH_ENABLE_MPS_FALLBACK=1 (accelerate sets it after torch has read it)"
-    )
-    if FALLBACK:
-        line = (
-            "PYTORCH_ENABLE_MPS_FALLBACK: operators that the Apple GPU (mps) lacks run on the CPU, "
-            "slower, with copies to the host and back"
-        )
-    return [line]

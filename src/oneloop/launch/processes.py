@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,12 +19,13 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     ProjectConfiguration,
+    is_torchao_available,
 )
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import local_ranks, ranks
@@ -42,9 +43,6 @@ LONG = timedelta(hours=2)
 """time-out of collectives: one rank may prepare, compile, evaluate, load or write for long; the
 supervisor finds a hang earlier"""
 _PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
-_AXES = tuple(
-    f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
-)
 
 
 class Run:
@@ -212,7 +210,7 @@ class Run:
 def _exit_with(error: BadInput | Unavailable) -> NoReturn:
     line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {error}")
     print(line, file=sys.stderr, flush=True)
-    leave_at_once(ERROR if isinstance(error, Unavailable) else BAD_INPUT)
+    leave_at_once(error.code)
 
 
 def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -262,12 +260,19 @@ def start(
     sharding = _is_true("ACCELERATE_USE_FSDP")
     if device == "cpu":
         devices.use_cpu()
-    kind = _checked_device(precision, sharding=sharding, exact=exact, deterministic=deterministic)
-    on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
-
-    cores = devices.set_up()
+    reject_strategy(sharding=sharding)
+    kind = devices.kind()
+    devices.set_allocator(kind)  # before a check starts CUDA
+    _reject_precision(precision, kind)
+    if exact:
+        _reject_inexact(precision)
+    if kind.type == "mps":
+        _reject_on_mps(exact=exact, deterministic=deterministic)
+    devices.reject_shared(kind)
 
     # Connect.
+    on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
+    cores = devices.set_up()
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
     state = PartialState(cpu=on_cpu, timeout=LONG)
@@ -302,22 +307,6 @@ def start(
     return run
 
 
-def _checked_device(
-    precision: str, *, sharding: bool, exact: bool, deterministic: bool
-) -> torch.device:
-    """Return the device type that trains. Raise BadInput for settings that it does not support."""
-    reject_strategy(sharding=sharding)
-    kind = devices.kind()
-    devices.set_allocator(kind)  # before a check starts CUDA
-    _reject_precision(precision, kind)
-    if exact:
-        _reject_inexact(precision)
-    if kind.type == "mps":
-        _reject_on_mps(exact=exact, deterministic=deterministic)
-    devices.reject_shared(kind)
-    return kind
-
-
 def _sharding(
     state: PartialState, precision: str, *, exact: bool
 ) -> FullyShardedDataParallelPlugin:
@@ -345,97 +334,101 @@ def reject_strategy(*, sharding: bool) -> None:
     Args:
         sharding: whether FSDP shards the model.
     """
-    # Check numbers first: the tests below convert them.
-    for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
-        if not os.environ.get(name, "0").isdigit():
-            raise BadInput(
-                f"{name} must be a whole number, got {os.environ[name]!r}; correct "
-                "accelerate's config file"
-            )
-
-    # Reject kinds of sharding.
-    if sharding and _is_true("FSDP_OFFLOAD_PARAMS"):
-        raise BadInput(
-            "fsdp_offload_params true is not supported: it was never tried; set it to false"
-        )
-    if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
-        raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
-
-    # Reject other strategies.
-    for other in ("DEEPSPEED", "MEGATRON_LM"):
-        if _is_true(f"ACCELERATE_USE_{other}"):
-            raise BadInput(
-                f"{other} is not supported; use one of the config files in accelerate_configs/ "
-                "(DDP, FSDP2)"
-            )
-    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise BadInput("accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'")
-    if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
-        raise BadInput(
+    variables = os.environ
+    other = "{} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)"
+    _reject(
+        {
+            # Kinds of sharding.
+            "fsdp_offload_params true is not supported: it was never tried; set it to false": (
+                sharding and _is_true("FSDP_OFFLOAD_PARAMS")
+            ),
+            "fsdp_version 1 is not supported; set fsdp_version: 2": (
+                sharding and variables.get("FSDP_VERSION") != "2"
+            ),
+            # Other strategies.
+            other.format("DEEPSPEED"): _is_true("ACCELERATE_USE_DEEPSPEED"),
+            other.format("MEGATRON_LM"): _is_true("ACCELERATE_USE_MEGATRON_LM"),
+            "accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'": (
+                variables.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+            ),
             "tensor, context or sequence parallelism is set, and only data parallelism "
-            "(dp_replicate, dp_shard) is supported; set the other sizes to 1"
-        )
-
-
-def _reject_inexact(precision: str) -> None:
-    if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput(
-            "batch.grain requires bit-identical runs on any number of processes, but hybrid "
-            "sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml"
-        )
-    if precision == "fp8":
-        raise BadInput(
-            "batch.grain requires bit-identical runs on any number of processes, but fp8 scales "
-            "by what each process has seen; use bf16 or no"
-        )
-
-
-def _reject_on_mps(*, exact: bool, deterministic: bool) -> None:
-    if ranks() > 1:
-        raise devices.not_on_mps(f"{ranks()} processes", "torch.distributed has no backend for it")
-    if exact:
-        raise devices.not_on_mps("batch.grain", "it has no float64, which exact sums require")
-    if deterministic:
-        raise devices.not_on_mps(
-            "machine.deterministic true", "torch has deterministic algorithms for CUDA and the CPU"
-        )
+            "(dp_replicate, dp_shard) is supported; set the other sizes to 1": any(
+                _is_parallel(axis) for axis in ("TP", "CP", "SP")
+            ),
+        }
+    )
 
 
 def _reject_precision(precision: str, device: torch.device) -> None:
-    # Check the name, then what the device and the strategy support.
-    if precision not in ("no", "fp16", "bf16", "fp8"):
-        raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")
-    if precision == "fp8" and _is_true("ACCELERATE_USE_FSDP"):
-        raise BadInput(
-            "mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16"
-        )
+    """Raise BadInput for a precision that the device or the strategy does not support."""
+    # fp8 needs a GPU of compute capability 8.9 (Ada, Hopper), and a library.
+    is_fp8 = precision == "fp8"
+    capability = (0, 0)
+    if is_fp8 and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "AO").upper()
-    if precision == "fp8" and backend not in ("AO", "NO"):
-        raise BadInput(
-            f"fp8_backend {backend} is not supported, because only torchao's layers are converted; "
-            "use fp8_backend AO"
-        )
-    if precision == "fp16" and device.type == "cpu":
-        raise BadInput(
-            "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use "
-            "bf16 or no"
-        )
-    if precision == "fp16" and device.type == "mps":
-        raise BadInput(
-            "mixed_precision fp16 was never tried on the Apple GPU (mps), whose loss scaling "
-            "differs; use bf16 or no, there or with machine.device cpu"
-        )
-    if precision == "fp8":
-        # fp8 needs a GPU of compute capability 8.9 (Ada, Hopper), and a library.
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        if capability < (8, 9):
-            raise BadInput(
-                "mixed_precision fp8 requires compute capability 8.9 or higher, got "
-                f"{device.type} {capability}; use bf16"
-            )
-        from accelerate.utils import is_torchao_available
 
-        if not is_torchao_available():
+    _reject(
+        {
+            f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8": (
+                precision not in ("no", "fp16", "bf16", "fp8")
+            ),
+            "mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use "
+            "bf16": is_fp8 and _is_true("ACCELERATE_USE_FSDP"),
+            f"fp8_backend {backend} is not supported, because only torchao's layers are converted; "
+            "use fp8_backend AO": is_fp8 and backend not in ("AO", "NO"),
+            "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use bf16 "
+            "or no": precision == "fp16" and device.type == "cpu",
+            "mixed_precision fp16 was never tried on the Apple GPU (mps), whose loss scaling "
+            "differs; use bf16 or no, there or with machine.device cpu": (
+                precision == "fp16" and device.type == "mps"
+            ),
+            "mixed_precision fp8 requires compute capability 8.9 or higher, got "
+            f"{device.type} {capability}; use bf16": is_fp8 and capability < (8, 9),
+            "mixed_precision fp8 needs torchao, which is not installed; install it, or use bf16": (
+                is_fp8 and not is_torchao_available()
+            ),
+        }
+    )
+
+
+def _reject_inexact(precision: str) -> None:
+    """Raise BadInput for settings that batch.grain does not support."""
+    grain = "batch.grain requires bit-identical runs on any number of processes, but"
+    _reject(
+        {
+            f"{grain} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml": (
+                _is_parallel("DP_REPLICATE")
+            ),
+            f"{grain} fp8 scales by what each process has seen; use bf16 or no": precision == "fp8",
+        }
+    )
+
+
+def _reject_on_mps(*, exact: bool, deterministic: bool) -> None:
+    """Raise BadInput for settings that an Apple GPU does not support."""
+    settings = {
+        f"{ranks()} processes: torch.distributed has no backend for it": ranks() > 1,
+        "batch.grain: it has no float64, which exact sums require": exact,
+        "machine.deterministic true: torch has deterministic algorithms for CUDA and the CPU": (
+            deterministic
+        ),
+    }
+    for setting, is_set in settings.items():
+        if is_set:
             raise BadInput(
-                "mixed_precision fp8 needs torchao, which is not installed; install it, or use bf16"
+                f"the Apple GPU (mps) does not support {setting}; set machine.device cpu (evaluate "
+                "and predict: --device cpu)"
             )
+
+
+def _reject(settings: Mapping[str, bool]) -> None:
+    """Raise BadInput with the first of these messages that applies."""
+    for message, applies in settings.items():
+        if applies:
+            raise BadInput(message)
+
+
+def _is_parallel(axis: str) -> bool:
+    """Return whether accelerate's settings divide the processes along this axis."""
+    return os.environ.get(f"PARALLELISM_CONFIG_{axis}_SIZE", "1") not in ("", "0", "1")

@@ -12,7 +12,7 @@ from oneloop.checks.repeats import DEPENDS
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
-from oneloop.launch.devices import missing_operators, unused
+from oneloop.launch.devices import unused
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
@@ -71,7 +71,6 @@ def start_lines(
 
     # How the machine computes it.
     yield from unused(run.device)
-    yield from missing_operators(run.device)
     yield from job.built.notes
     ignored = [
         f"{name}={os.environ[name]}"

@@ -5,16 +5,12 @@ from collections.abc import Callable, Container
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import nn
 
-from oneloop.basics.content_hash import content_hash
 from oneloop.basics.files import cache_folder
 from oneloop.checkpoint.weights import bare
 from oneloop.evaluation import evaluating
 from oneloop.launch.processes import Run
-from oneloop.run.compatibility import source_hash, sources
-from oneloop.run.environment import versions
 
 
 def before_run(
@@ -29,8 +25,9 @@ def before_run(
 
     A task sees no rank. Its ``run`` has only:
 
-    - ``cache``: a folder of this host's cache, named by the code and the precision of the run. Make
-      it, and name what you write by all else that it depends on, such as weights and data.
+    - ``cache``: a folder of this host's cache. Make it, and name what you write by all that it
+      depends on, such as code, precision, weights and data.
+    - ``precision``: a text that decides how products are rounded, such as bf16.
     - ``sets``: the names of the data sets that are read, such as train and validation.
     - ``share(items)``: this process's share of a list. The list is that of the first process. FSDP2
       needs equally many forwards on all processes, so there some repeat the last item. Collective.
@@ -56,8 +53,11 @@ def before_run(
         return
     model = bare(model)
     held = [*run.accelerator._models]
+    mixed = run.accelerator.mixed_precision
     allowed = SimpleNamespace(
-        cache=cache_folder() / "frozen" / run.from_main(_code_and_precision(task, model, run)),
+        cache=cache_folder() / "frozen",
+        # FSDP2 casts the weights, where autocast casts the arguments of products.
+        precision=f"{mixed}, FSDP2" if run.sharded and mixed != "no" else mixed,
         sets=sets,
         share=run.share,
         barrier=run.barrier,
@@ -70,29 +70,3 @@ def before_run(
     # Free other models. A sharded model refers to itself.
     run.accelerator._models = held
     gc.collect()
-
-
-def _code_and_precision(task: Any, model: nn.Module, run: Run) -> str:
-    """Return a hash of all sources of the user, of versions, and of what decides the rounding."""
-    # Each command of oneloop is another script.
-    checksums = set()
-    for name, checksum in sources().items():
-        if name.partition(".")[0] not in ("oneloop", "__main__"):
-            checksums.add(checksum)
-
-    # The classes of a notebook have no module. Those of an installed package have its version.
-    packages = {"torch", "transformers"}
-    for part in (task, *model.modules()):
-        for kind in type(part).__mro__:
-            packages.add(kind.__module__.partition(".")[0])
-            if kind.__module__ == "__main__":
-                checksums.add(source_hash(kind))
-    mixed = run.accelerator.mixed_precision
-    code = (
-        checksums,
-        versions(sorted(packages)),
-        mixed,
-        run.sharded and mixed != "no",
-        torch.get_float32_matmul_precision(),
-    )
-    return content_hash(code)

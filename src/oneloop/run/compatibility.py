@@ -3,13 +3,9 @@
 A resume compares them, and so do all ranks before the first step, and commands after training.
 """
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +29,7 @@ from oneloop.recipe.comparison import (
 )
 from oneloop.recipe.schema import Recipe
 from oneloop.run.environment import computed_by
-from oneloop.task_protocol.user_code import is_library, theirs
+from oneloop.task_protocol.user_code import source_hash, sources, theirs
 
 SOURCE = "source of the task"
 ORDER = "order of the training set (let order() depend on its arguments only)"
@@ -45,28 +41,6 @@ _REPORTED = {
     SOURCE: "the run continues with the new source",
 }
 """inputs that may change, and what follows"""
-
-
-def sources() -> dict[str, str]:
-    """Return a hash of the source of each imported module that is not installed."""
-    hashes = {}
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
-            continue
-        with suppress(OSError):
-            hashes[name] = content_hash(Path(file).read_bytes())
-    return hashes
-
-
-def source_hash(kind: Any) -> str:
-    """Return a hash of the file of a class; of a class in a notebook, of its functions' sources."""
-    with suppress(TypeError, OSError):
-        return content_hash(Path(str(inspect.getsourcefile(kind))).read_bytes())
-    with suppress(TypeError, OSError):
-        functions = filter(inspect.isfunction, vars(kind).values())
-        return content_hash([*map(inspect.getsource, functions)])
-    return "unknown"
 
 
 def recipe_inputs(recipe: Recipe) -> Texts:

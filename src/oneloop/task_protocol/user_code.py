@@ -1,15 +1,18 @@
 """Call a task's code: an error names its file and line."""
 
 import inspect
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from oneloop.basics.bucket import StoreError, ends_program
+from oneloop.basics.content_hash import content_hash
 from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
 from oneloop.basics.extras import how_to_install
 
@@ -80,6 +83,28 @@ def where(error: BaseException) -> str:
 def is_library(file: str) -> bool:
     """Return whether a source file is part of Python or of an installed package."""
     return file.startswith(_LIBRARIES) or "-packages/" in file
+
+
+def sources() -> dict[str, str]:
+    """Return a hash of the source of each imported module that is not installed."""
+    hashes = {}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
+            continue
+        with suppress(OSError):
+            hashes[name] = content_hash(Path(file).read_bytes())
+    return hashes
+
+
+def source_hash(kind: Any) -> str:
+    """Return a hash of the file of a class; of a class in a notebook, of its functions' sources."""
+    with suppress(TypeError, OSError):
+        return content_hash(Path(str(inspect.getsourcefile(kind))).read_bytes())
+    with suppress(TypeError, OSError):
+        functions = filter(inspect.isfunction, vars(kind).values())
+        return content_hash([*map(inspect.getsource, functions)])
+    return "unknown"
 
 
 def _by_oneloop(error: BaseException) -> bool:

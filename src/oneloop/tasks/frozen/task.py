@@ -4,6 +4,7 @@ The documents are divided into ranges. The outputs of a range depend on the rang
 pass continues after a stop, on any number of processes.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from oneloop.basics.content_hash import content_hash
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import writing
 from oneloop.basics.heartbeats import BEATS
@@ -22,6 +24,7 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.progress import Working
 from oneloop.basics.tensor_hash import fingerprint
 from oneloop.basics.tensors import as_real
+from oneloop.task_protocol.user_code import source_hash, sources
 from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.cache import key_of
 
@@ -151,7 +154,7 @@ class FrozenTask:
         frozen.check(frozen.expected or frozen.content)
 
         # Which ranges are missing? All processes look before one of them writes.
-        folders = _folders(frozen, model, run)
+        folders = _folders(self, frozen, model, run)
         missing = []
         for name, folder in folders.items():
             outputs = frozen.outputs[name]
@@ -241,10 +244,25 @@ def _compute(
             bar.advance()
 
 
-def _folders(frozen: FrozenModel, model: nn.Module, run: Any) -> dict[str, Path]:
+def _code(task: FrozenTask, model: nn.Module) -> str:
+    """Return a hash of all sources of the user, and of the versions of packages."""
+    kinds = {kind for part in (task, *model.modules()) for kind in type(part).__mro__}
+    packages = {kind.__module__.partition(".")[0] for kind in kinds} | {"torch", "transformers"}
+    versions = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in packages}
+
+    # Each command of oneloop is another script. The classes of a notebook have no module.
+    checksums = {source_hash(kind) for kind in kinds if kind.__module__ == "__main__"}
+    for name, checksum in sources().items():
+        if name.partition(".")[0] not in ("oneloop", "__main__"):
+            checksums.add(checksum)
+    return content_hash((checksums, versions))
+
+
+def _folders(task: FrozenTask, frozen: FrozenModel, model: nn.Module, run: Any) -> dict[str, Path]:
     """Return the folder of the outputs of each data set that is read, and make it."""
-    root = Path(frozen.address).expanduser() if frozen.address else run.cache.parent
-    parts = [run.cache.name, frozen.content, dict(frozen.kind)]
+    root = Path(frozen.address).expanduser() if frozen.address else run.cache
+    rounding = [run.precision, torch.get_float32_matmul_precision()]
+    parts = [_code(task, model), rounding, frozen.content, dict(frozen.kind)]
 
     # What else changes the outputs of a policy?
     if frozen.build is None:
