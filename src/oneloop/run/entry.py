@@ -16,7 +16,7 @@ from oneloop.machine.torch_settings import float32_products
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import inputs_of, recipe_inputs, reject_other_jobs
 from oneloop.run.end import end_of, exits_are_errors, failed, report_error, words_of
-from oneloop.run.folder import Folder
+from oneloop.run.folder import Finished, Folder
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early
@@ -109,12 +109,13 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     fault: BaseException | None = None
     try:
         with run.display, run.closing, exits_are_errors():
-            job = prepared(recipe, run, folder, cli=cli)
-            if job is None:
-                # The run is finished; its folder may be only in the mirror.
+            finished = _finished(recipe, run, folder, cli=cli)
+            if finished:
+                # The folder may be only in the mirror.
                 there = None if folder.path.exists() else recipe.mirror
-                found = run.from_main(folder.finished)
-                return {**found, "folder": str(there or folder.path)}, None
+                return {**finished.summary, "folder": str(there or folder.path)}, None
+            job = _prepared(recipe, run)
+            run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
             summary = train(job, run, folder)
     except BaseException as error:
         # If a stop was requested before the run began, the error may follow from it.
@@ -140,8 +141,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     return {**summary, "folder": str(folder.path)}, fault
 
 
-def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
-    """Build and check the job of a recipe. Collective: call on every rank.
+def _finished(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Finished | None:
+    """Return the run in the folder if it is this one, and finished. Collective.
 
     Args:
         recipe: what to train.
@@ -149,14 +150,11 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
         folder: the run folder, which may hold an earlier run; nothing is written to it.
         cli: whether the command line runs it.
 
-    Returns:
-        The job, or None if the run in the folder is finished.
-
     Raises:
-        BadInput: on every rank.
+        BadInput: on every rank: this run may not use the folder.
     """
-    # Look at the folder on rank 0: may this run be there?
-    finished: str | None = None
+    # Rank 0 looks at the folder.
+    finished: Finished | None = None
     with run.setting_up():
         if run.main:
             finished = folder.inspect(
@@ -165,14 +163,19 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
                 accept_changes=recipe.run.accept_changes,
             )
             # From Python, the result would be that of another class.
-            if finished and folder.edited and not cli:
-                raise BadInput(finished)
+            if finished and finished.edited and not cli:
+                raise BadInput(finished.message)
     finished = run.from_main(finished)
     if finished:
-        run.display.say(finished)
-        return None
+        run.display.say(finished.message)
+    return finished
 
-    # Build the job, after a search for the micro-batch size.
+
+def _prepared(recipe: Recipe, run: Run) -> Job:
+    """Build and check the job of a recipe, after a search for the micro-batch size. Collective.
+
+    Raise BadInput on every rank.
+    """
     machine = recipe.machine
     replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
     if replaced:
@@ -188,5 +191,4 @@ def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | No
         job = replace(job, inputs=inputs_of(job, run))
     if run.ranks > 1:
         reject_other_jobs(job, run)
-    run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -32,6 +32,14 @@ _LONGER = (
 )
 
 
+class Finished(NamedTuple):
+    """A finished run in a run folder."""
+
+    message: str  # for the user
+    summary: dict[str, Any]
+    edited: bool  # whether the source of its task has changed since
+
+
 class Folder:
     """The folder of one run; only rank 0 opens and writes it.
 
@@ -48,8 +56,6 @@ class Folder:
         self.path = path
         self.say = say
         self._name = name or f"run.dir {path}"
-        self.finished: dict[str, Any] = {}  # the summary, if it holds this run, finished
-        self.edited = False  # whether the source of the task has changed
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
@@ -58,7 +64,7 @@ class Folder:
 
     def inspect(
         self, inputs: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
-    ) -> str | None:
+    ) -> Finished | None:
         """Check the folder without changing it.
 
         Args:
@@ -67,42 +73,38 @@ class Folder:
             accept_changes: allow the run of another recipe.
 
         Returns:
-            A message if the folder holds this run, finished; else None.
+            This run, if the folder holds it and it is finished.
         """
         if resume not in ("auto", "never"):
             reject_resume_path(resume)
         with writing(self._name, "choose another run.dir"):
-            return self._inspected(inputs, resume, accept_changes)
+            # Is it a run folder that nobody uses?
+            if not self.path.exists():
+                return None
+            if not self.path.is_dir():
+                raise BadInput(f"{self._name} is a file; choose another run.dir")
+            if self._in_use():
+                raise BadInput(
+                    f"{self._name} is in use by {self._owner()}; wait for it, or choose another "
+                    "run.dir"
+                )
+            saved = bool(self._store.sealed()) or (self.path / "final").exists()
+            names = {path.name for path in self.path.iterdir()}
+            if not saved and names and not names & {".lock", "environment.json"}:
+                raise BadInput(
+                    f"{self._name} has files that do not belong to a oneloop run; choose another "
+                    "run.dir"
+                )
 
-    def _inspected(
-        self, inputs: Mapping[str, Any], resume: str, accept_changes: bool
-    ) -> str | None:
-        # Is it a run folder that nobody uses?
-        if not self.path.exists():
-            return None
-        if not self.path.is_dir():
-            raise BadInput(f"{self._name} is a file; choose another run.dir")
-        if self._in_use():
-            raise BadInput(
-                f"{self._name} is in use by {self._owner()}; wait for it, or choose another run.dir"
-            )
-        saved = bool(self._store.sealed()) or (self.path / "final").exists()
-        if not saved and self._holds_no_run():
-            raise BadInput(
-                f"{self._name} has files that do not belong to a oneloop run; choose another "
-                "run.dir"
-            )
+            # Is there a run? One without a checkpoint may be overwritten.
+            if resume == "never" and (saved or "recipe.yaml" in names):
+                raise BadInput(
+                    f"{self._name} holds a run, and run.resume is never; choose another run.dir"
+                )
+            return self._finished(inputs, accept_changes) if saved else None
 
-        # Is there a run? One without a checkpoint may be overwritten.
-        if not saved and not (self.path / "recipe.yaml").exists():
-            return None
-        if resume == "never":
-            raise BadInput(
-                f"{self._name} holds a run, and run.resume is never; choose another run.dir"
-            )
-        if not saved:
-            return None
-
+    def _finished(self, inputs: Mapping[str, Any], accept_changes: bool) -> Finished | None:
+        """Return this run if it is finished. Raise BadInput if the folder holds another one."""
         # Is it a run of this recipe?
         record = self.read("environment.json", read_vouched)
         if record is None:
@@ -114,7 +116,7 @@ class Folder:
             now = {**built, **inputs}
             changed = input_differences(before, now)
             is_same = not differences(before, now).keys() - {SOURCE}
-        self.edited = changed.pop(SOURCE, None) is not None
+        edited = changed.pop(SOURCE, None) is not None
         if changed and not accept_changes:
             raise BadInput(
                 f"{self._name} holds a run of another recipe ({listed(changed)}); "
@@ -134,21 +136,16 @@ class Folder:
             if wrong:
                 self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
                 return None
-        self.finished = {name: value for name, value in ended.items() if name != "checksum"}
         message = (
             f"{self._name.rpartition(' ')[2]} holds this run, finished at step "
             f"{ended.get('step')}: nothing to do"
         )
-        if self.edited:
+        if edited:
             message += (
                 "; the source of its task has changed since: choose another run.dir to train it"
             )
-        return message
-
-    def _holds_no_run(self) -> bool:
-        """Return whether there are files, and not those of a run."""
-        names = {path.name for path in self.path.iterdir()}
-        return bool(names) and not names & {".lock", "environment.json"}
+        del ended["checksum"]
+        return Finished(message, ended, edited)
 
     def read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
@@ -193,7 +190,14 @@ class Folder:
         """
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
         with self._writing():
-            self._reject_full_disk(need)
+            folders = (self.path, *self.path.absolute().parents)
+            free = shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
+            if free < need:
+                raise BadInput(
+                    f"run.dir {self.path}: the run needs about {need / 2**20:,.0f} MiB, and "
+                    f"{free / 2**20:,.0f} MiB are free on its disk; make room, choose another "
+                    "run.dir, or keep fewer (--save.keep 1, --save.best false)"
+                )
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
             self._locked = (self.path / ".lock").stat().st_ino
@@ -250,17 +254,6 @@ class Folder:
         for folder in folders:
             with suppress(OSError):
                 folder.rmdir()  # only if it is empty
-
-    def _reject_full_disk(self, need: int) -> None:
-        folders = (self.path, *self.path.absolute().parents)
-        there = next(folder for folder in folders if folder.exists())
-        free = shutil.disk_usage(there).free
-        if free < need:
-            raise BadInput(
-                f"run.dir {self.path}: the run needs about {need / 2**20:,.0f} MiB, and "
-                f"{free / 2**20:,.0f} MiB are free on its disk; make room, choose another run.dir, "
-                "or keep fewer (--save.keep 1, --save.best false)"
-            )
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
         """Return the summary, with what a mirror adds.

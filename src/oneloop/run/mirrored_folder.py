@@ -20,7 +20,7 @@ from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_in
 from oneloop.checkpoint.store import step_of
-from oneloop.run.folder import WORD, Folder
+from oneloop.run.folder import WORD, Finished, Folder
 
 _MOST_WORD = 64  # bytes
 _SOON = 3.0  # seconds until a wait is reported
@@ -49,18 +49,19 @@ class MirroredFolder(Folder):
 
     def inspect(
         self, inputs: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
-    ) -> str | None:
+    ) -> Finished | None:
         """:meth:`Folder.inspect`, of the folder and of its mirror.
 
         The run is finished only if the mirror is, too."""
         super().inspect(inputs, resume=resume, accept_changes=accept_changes)
-        self.finished = {}
-        with self._announced(), readable(self._address, self.path):
+        with self._reading():
             # Is it the mirror of a run?
             bucket = Bucket(self._address)
             names = bucket.sizes("")
-            manifests = [name for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
-            others = [name for name in names if not _is_ours(name)]
+            ours = [name for name in names if OURS.match(name)]
+            manifests = [name for name in ours if name.endswith(MANIFEST)]
+            others = names.keys() - {*FILES, *ours}
+            others = {name for name in others if not name.startswith(("owner/", "."))}
             if others and not manifests:
                 raise BadInput(
                     f"{self._address} holds {min(others)}, which is not of oneloop; choose "
@@ -75,14 +76,14 @@ class MirroredFolder(Folder):
                 fetch_files(bucket, there.path)
                 for manifest in manifests:
                     (there.path / manifest).parent.mkdir(parents=True)
-                found = there.inspect(inputs, resume=resume, accept_changes=accept_changes)
-        self.finished = there.finished
-        if not found:
-            return found
-        return f"{found}; oneloop export {self._address} --to DIR writes its weights"
+                finished = there.inspect(inputs, resume=resume, accept_changes=accept_changes)
+        if finished is None:
+            return None
+        more = f"oneloop export {self._address} --to DIR writes its weights"
+        return finished._replace(message=f"{finished.message}; {more}")
 
     @contextmanager
-    def _announced(self, waits: str = "the mirror to answer") -> Iterator[None]:
+    def _announced(self, waits: str) -> Iterator[None]:
         """Report what the run ``waits`` for if the block takes longer than a few seconds."""
         line = f"waiting for {waits} ({self._address})"
         timer = threading.Timer(_SOON, self.say, [line])
@@ -93,6 +94,12 @@ class MirroredFolder(Folder):
         finally:
             timer.cancel()
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Read the mirror: report a long wait, and raise errors as BadInput or Unavailable."""
+        with self._announced("the mirror to answer"), readable(self._address, self.path):
+            yield
+
     def hold(self, *, need: int = 0) -> None:
         """:meth:`Folder.hold`; also become the owner of the mirror.
 
@@ -102,8 +109,7 @@ class MirroredFolder(Folder):
             # Each start writes a new word into the folder once it is the owner. The token of the
             # earlier start has the word from before.
             earlier = self._token(self.path / WORD)
-            address = readable(self._address, self.path)
-            with self._announced(), address, self._writing(), replacing(self.path / WORD) as draft:
+            with self._reading(), self._writing(), replacing(self.path / WORD) as draft:
                 bucket = Bucket(self._address)
                 draft.write_text(token_hex(16))
                 about = {**self.owner, "token": self._token(draft)}
@@ -132,7 +138,7 @@ class MirroredFolder(Folder):
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
         if self._newer_there:
-            with self._announced(), readable(self._address, self.path):
+            with self._reading():
                 fetch_files(Bucket(self._address), self.path)
         return super().starts(began, seconds)
 
@@ -170,10 +176,3 @@ class MirroredFolder(Folder):
                 self.lease.renew(released=True)
         super().close()
         self._store.sweep(".fetched")
-
-
-def _is_ours(name: str) -> bool:
-    """Return whether an object in a bucket may be part of a mirror."""
-    if name in FILES or OURS.match(name):
-        return True
-    return name.startswith(("owner/", "."))
