@@ -21,7 +21,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.base_models",
     "oneloop.checkpoint.frozen_weights",
     "oneloop.checkpoint.weights",
-    "oneloop.job.adapt_model",
     "oneloop.job.model",
 )
 

@@ -38,9 +38,6 @@ USUAL = (
     SIZES + r"(20 steps \(20, 160|50 steps \(50, 400) samples\)",
     r"adamw, learning rate 0.001 at most; schedule constant",
     r"evaluation data: validation 8 samples \(eval/…\)",
-    # what is exchanged and compared
-    r"machine.check_every: every process has its own shard \(FSDP2\), so there are no replicas .*",
-    r"the processes compare weights and optimizer state every 5 steps",
     r"EMA weights: ema",
     r"frozen: [\d,]+ of [\d,]+ parameters \(0.0 MB\), saved once, in base/; .*",
     # what the machine costs

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checks.metrics",
     "oneloop.checks.preflight",
     "oneloop.checks.samples",
-    "oneloop.job.adapt_model",
     "oneloop.job.build",
     "oneloop.job.model",
     "oneloop.job.task",

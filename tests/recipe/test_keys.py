@@ -269,15 +269,6 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
     [
         (["--fsdp_version", "1"], "fsdp_version 1 is not supported"),
         (["--fsdp_offload_params", "true"], "fsdp_offload_params true is not supported"),
-        (
-            ["--fsdp_state_dict_type", "FULL_STATE_DICT"],
-            "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect",
-        ),
-        pytest.param(
-            ["--fsdp_cpu_ram_efficient_loading", "true"],
-            "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect",
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             ["--fsdp_activation_checkpointing", "true"],
             "fsdp_activation_checkpointing true and",

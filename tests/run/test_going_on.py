@@ -38,7 +38,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.store",
     "oneloop.checkpoint.writer",
-    "oneloop.loop.ending",
+    "oneloop.loop.upkeep",
     "oneloop.loop.training_state",
     "oneloop.recipe.comparison",
     "oneloop.run.compatibility",

@@ -113,7 +113,7 @@ class Checks:
             Inexact: a result depends on the parallel layout, and the run promises otherwise.
             ReplicasDiffer: two ranks hold different weights.
         """
-        if "check" not in self._job.intervals:
+        if "check" not in self._job.intervals.every:
             return
         if not self._marks:
             self._changed_since()
@@ -131,7 +131,7 @@ class Checks:
         Raises:
             Inexact: a tensor has changed.
         """
-        if "check" not in self._job.intervals:
+        if "check" not in self._job.intervals.every:
             yield
             return
         before = state_hashes(self._model)

@@ -20,17 +20,13 @@ from oneloop.ema import EMASettings
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import Tried, optimizer_of
-from oneloop.job.task import (
-    larger_is_better,
-    make_task,
-    reject_skips,
-    sets_of,
-)
+from oneloop.job.task import larger_is_better, make_task, reject_skips
 from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.generated import check_generates
-from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol import Task, check_sets
+from oneloop.task_protocol.user_code import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _LOG = 50  # steps between log lines with log.every auto, at most
@@ -82,9 +78,6 @@ class Intervals:
             start += length
             length = min(longest, _GROWTH * start)
         return step >= self.total or line == start + key(seed, start) % length
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.every
 
 
 @dataclass(frozen=True)
@@ -198,7 +191,9 @@ def build_job(
 
     # Create the task and its data sets.
     task = make_task(recipe)
-    train_set, eval_sets = sets_of(task)
+    train_set = theirs(task, "train_set", task.train_set)
+    eval_sets = theirs(task, "eval_sets", task.eval_sets)
+    check_sets(train_set, eval_sets)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
     opened = [train_set, *eval_sets.values()]
@@ -206,8 +201,7 @@ def build_job(
 
     # Convert durations to steps. Those in tokens need samples of equal weight.
     sample_weight = getattr(task, "sample_weight", None)
-    in_tokens = getattr(task, "unit", "samples") == "tokens"
-    tokens = sample_weight if in_tokens else None
+    tokens = sample_weight if getattr(task, "unit", "samples") == "tokens" else None
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     emas = _emas(recipe, scale, total)
@@ -225,6 +219,13 @@ def build_job(
     reject_skips(task, opened, built.model)
     rate = rate_of(recipe, scale, total)
     make_optimizer, tried = optimizer_of(recipe, built, rate)
+
+    # Is the noise scale measured? Its formula needs several parts in a step, independent samples,
+    # and a loss that is a sum over samples.
+    parts = ranks
+    if layout.grain or not sharded:
+        parts *= layout.accumulate
+    independent = recipe.data.shuffle and not hasattr(order, "copies")
     return Job(
         recipe=recipe,
         task=task,
@@ -240,23 +241,8 @@ def build_job(
         intervals=_intervals(recipe, scale, total),
         rate=rate,
         upward=upward,
-        noise_scale=_measures_noise(recipe, task, order, layout, sharded=sharded),
+        noise_scale=parts > 1 and independent and not is_whole_batch(task),
     )
-
-
-def _measures_noise(
-    recipe: Recipe, task: Task, order: Ordered, layout: BatchLayout, *, sharded: bool
-) -> bool:
-    """Return whether to measure the noise scale.
-
-    Its formula needs several parts in a step, independent samples, and a loss that is a sum over
-    samples.
-    """
-    parts = layout.ranks
-    if layout.grain or not sharded:
-        parts *= layout.accumulate
-    independent = recipe.data.shuffle and not hasattr(order, "copies")
-    return parts > 1 and independent and not is_whole_batch(task)
 
 
 def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
@@ -322,14 +308,12 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
         scale: of its durations.
         total: steps of the run.
     """
-
-    def steps(every: Duration, key: str) -> int:
-        return every.steps(scale, total=total, key=key)
+    steps = partial(Duration.steps, scale=scale, total=total)
 
     # A function of the run's length alone: a resumed run logs at the same steps.
     log = recipe.log.every
     if isinstance(log, Duration):
-        between = steps(log, "log.every")
+        between = steps(log, key="log.every")
     else:
         between = min(_LOG, total // _LINES)
 
@@ -338,13 +322,13 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     seconds = float(save.amount) if timed and save.amount else float("inf")
     every = {
         "log": max(1, between),
-        "eval": steps(recipe.eval.every, "eval.every"),
-        "save": 0 if timed else steps(save, "save.every"),
+        "eval": steps(recipe.eval.every, key="eval.every"),
+        "save": 0 if timed else steps(save, key="save.every"),
         "collect": _GARBAGE,
     }
     if recipe.machine.check_every.amount:
-        every["check"] = steps(recipe.machine.check_every, "machine.check_every")
-    forever = steps(recipe.save.forever, "save.forever")
+        every["check"] = steps(recipe.machine.check_every, key="machine.check_every")
+    forever = steps(recipe.save.forever, key="save.forever")
     if recipe.debug.dry_run:
         total = 1
     return Intervals(every, total, seconds, forever)

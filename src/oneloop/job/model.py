@@ -1,7 +1,7 @@
 """The model of a run: build it from the seed, load initial weights, and adapt it to the machine."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,11 @@ from oneloop.basics.tensors import one_element
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.job.adapt_model import adapt_to_machine, count, set_up_parameters
 from oneloop.job.unfit_models import reject_inexact, reject_unfit
 from oneloop.machine.blocks import blocks, class_names
+from oneloop.machine.compile import compile_
+from oneloop.machine.torch_settings import channels_last
+from oneloop.optim.parameter_groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.user_code import named, theirs
@@ -94,12 +96,13 @@ def build_model(
     if sharded:
         one_element(model)
     modules = blocks(model, recipe.machine.blocks)
-    settings, setting_notes = set_up_parameters(model, recipe, modules, origin, sharded=sharded)
+    settings, setting_notes = _set_up_parameters(model, recipe, modules, origin, sharded=sharded)
     names = class_names(modules)
-    notes += setting_notes + adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
+    notes += setting_notes + _adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
 
     reject_inexact(recipe, model, layout, sharded=sharded)
-    return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
+    number = sum(map(_count, model.parameters()))
+    return BuiltModel(model, names, notes, structure, settings, number)
 
 
 def _make_model(recipe: Recipe, task: Task, *, on_meta: bool) -> Any:
@@ -114,6 +117,128 @@ def _make_model(recipe: Recipe, task: Task, *, on_meta: bool) -> Any:
     torch.manual_seed(number)
     seed_others(number)
     return theirs(task, "model", task.model)
+
+
+def _count(parameter: Any) -> int:
+    """Return the number of elements of a parameter.
+
+    Of a 4-bit parameter, return that of the tensor that it encodes.
+    """
+    state = getattr(parameter, "quant_state", None)
+    return int(parameter.numel() if state is None else state.shape.numel())
+
+
+def _set_up_parameters(
+    model: nn.Module,
+    recipe: Recipe,
+    modules: Sequence[nn.Module],
+    origin: BaseModel | None,
+    *,
+    sharded: bool,
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Freeze parameters in place; return the settings of single parameters, and lines for the log.
+
+    Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is
+    trainable."""
+    # Freeze what optimizer.groups says.
+    optimizer = recipe.optimizer
+    patterns = {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
+    settings, matched = chosen(model, patterns)
+    names = [name for name, setting in settings.items() if setting.get("freeze")]
+    in_eval = freeze(model, names)
+    sizes = {name: _count(parameter) for name, parameter in model.named_parameters()}
+    notes = []
+    if in_eval:
+        more = f" and {len(in_eval) - 3:,} more" if len(in_eval) > 3 else ""
+        notes.append(
+            f"in eval mode, because they or their modules are frozen: {', '.join(in_eval[:3])}"
+            f"{more}"
+        )
+    for pattern, chosen_names in matched.items():
+        pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())
+        number = sum(sizes[name] for name in chosen_names)
+        notes.append(f"{pattern}: {number:,} parameters in {len(chosen_names)} tensors: {pairs}")
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if len(frozen) == len(sizes):
+        raise ValueError(
+            "optimizer.groups freezes all parameters of the model; keep some of them trainable"
+        )
+
+    # Store frozen parameters in fewer bytes.
+    machine = recipe.machine
+    if frozen or machine.base_dtype:
+        from oneloop.machine.frozen_dtype import hold_frozen
+
+        notes += hold_frozen(model, machine.base_dtype, sharded=sharded)
+    if frozen:
+        size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
+        location = "saved once, in base/"
+        if origin is not None:
+            location = f"not saved, but read from {origin.place}"
+        notes.append(
+            f"frozen: {sum(map(_count, frozen)):,} of {sum(sizes.values()):,} parameters "
+            f"({size:,.1f} MB), {location}; without optimizer state and EMA weights"
+        )
+
+    # Lower the learning rates of early layers.
+    if optimizer.layer_decay != 1:
+        factors = layer_decay(model, modules, optimizer.layer_decay)
+        for name, factor in factors.items():
+            setting = settings.setdefault(name, {})
+            setting[LR_FACTOR] = setting.get(LR_FACTOR, 1.0) * factor
+        notes.append(
+            f"layer-wise decay over {len(modules)} blocks: learning-rate factors from "
+            f"{min(factors.values()):.3g} to 1"
+        )
+    return settings, notes
+
+
+def _adapt_to_machine(
+    model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str
+) -> list[str]:
+    """Apply the settings of ``machine`` to the model, in place; return lines for the log."""
+    machine = recipe.machine
+    notes = []
+    if machine.offload and device in ("cpu", "mps"):
+        raise ValueError(
+            f"machine.offload requires a GPU with its own memory; on {device}, activations are in "
+            "host memory already"
+        )
+
+    # Memory format. With batch.grain, auto would differ under FSDP2.
+    layout_setting = False if recipe.batch.grain else machine.channels_last
+    if channels_last(model, layout_setting, device=device, sharded=sharded):
+        notes.append("convolutions run channels last")
+
+    # Activation checkpointing.
+    budget = None
+    if machine.recompute != "none" or machine.offload:
+        from oneloop.machine.recompute import parsed, recompute
+
+        kind, share = parsed(machine.recompute)
+        number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
+        if kind == "budget":
+            budget = share
+            notes.append(
+                f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller "
+                "share may have a higher peak (pytorch #197838), so measure several"
+            )
+        else:
+            notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
+
+    # Compilation.
+    number = compile_(
+        model,
+        machine.compile,
+        mode=machine.compile_mode,
+        names=machine.blocks,
+        sharded=sharded,
+        budget=budget,
+    )
+    if number:
+        unit = "blocks" if machine.compile == "regional" else "model"
+        notes.append(f"compile {machine.compile}: {number} {unit}; the first step waits for it")
+    return notes
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:

@@ -14,8 +14,8 @@ from oneloop.recipe.run_keys import EvalConfig
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.evaluation_metrics import directions, prefix
 from oneloop.task_protocol.generated import generating_weights
-from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
-from oneloop.task_protocol.user_code import theirs, where
+from oneloop.task_protocol.protocol import Progress, Task, check
+from oneloop.task_protocol.user_code import where
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
 
 
@@ -53,14 +53,6 @@ def make_task(recipe: Recipe) -> Task:
                 "the class"
             ) from error
     return task
-
-
-def sets_of(task: Task) -> tuple[Any, dict[str, Any]]:
-    """Return the training set and the evaluation sets. Raise ValueError if they are wrong."""
-    train_set = theirs(task, "train_set", task.train_set)
-    eval_sets = theirs(task, "eval_sets", task.eval_sets)
-    check_sets(train_set, eval_sets)
-    return train_set, eval_sets
 
 
 def reject_skips(task: Task, sets: Iterable[Any], model: nn.Module) -> None:

@@ -14,51 +14,46 @@ from oneloop.task_protocol.user_code import named
 
 def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     """Raise ValueError if the model cannot be trained, sharded or saved."""
-
-    def source() -> str:
-        """Return where the model is from. Only for an error: it reads the user's file."""
-        return named(task, "model")
-
     parameters = dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     if not trained:
         raise ValueError(
-            f"{source()} returned a model with {len(parameters)} parameters of which none is "
-            "trained (requires_grad is False in all of them); keep some of them trainable"
+            f"{named(task, 'model')} returned a model with {len(parameters)} parameters of which "
+            "none is trained (requires_grad is False in all of them); keep some of them trainable"
         )
 
     # Can it be sharded?
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         raise ValueError(
-            f"{source()} trains {' and '.join(kinds)} parameters; FSDP2 needs one real dtype: use "
-            "ddp.yaml"
+            f"{named(task, 'model')} trains {' and '.join(kinds)} parameters; FSDP2 needs one real "
+            "dtype: use ddp.yaml"
         )
     for name, parameter in parameters.items():
-        if name in trained and not dense(parameter):
-            raise ValueError(
-                f"{source()}: the parameter {name} has gaps between its elements (strides "
-                f"{parameter.stride()}); call .contiguous() on it"
-            )
         fault = ""
-        if not parameter.numel():
-            fault = "has no elements, which FSDP2 cannot reduce; leave it out"
-        elif not parameter.is_contiguous():
+        if name in trained and not dense(parameter):
             fault = (
-                f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
-                ".contiguous() on it"
+                f"has gaps between its elements (strides {parameter.stride()}); call .contiguous() "
+                "on it"
             )
-        elif name in trained and (
-            parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        ):
-            fault = "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
-        if fault and sharded:
-            raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
+        elif sharded and not (parameter.numel() and parameter.is_contiguous()):
+            fault = (
+                f"has the shape {tuple(parameter.shape)} and strides {parameter.stride()}; FSDP2 "
+                "cannot shard a parameter that is empty or not contiguous: leave it out or call "
+                ".contiguous() on it, or use ddp.yaml"
+            )
+        elif sharded and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            fault = (
+                "has a gradient hook, which FSDP2 would drop; put the hook on an activation, or "
+                "use ddp.yaml"
+            )
+        if fault:
+            raise ValueError(f"{named(task, 'model')}: the parameter {name} {fault}")
 
     # Can it be saved?
     wrong = unsavable(model)
     if wrong:
-        raise ValueError(f"{source()} cannot be saved: {wrong}")
+        raise ValueError(f"{named(task, 'model')} cannot be saved: {wrong}")
 
 
 def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool) -> None:
@@ -66,7 +61,7 @@ def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sha
 
     Args:
         recipe: its groups batch, machine and guard apply.
-        model: after :mod:`oneloop.job.adapt_model`.
+        model: after the settings of ``machine`` are applied.
         layout: of the batch.
         sharded: whether FSDP2 will shard it.
     """

@@ -24,11 +24,6 @@ class Counters:
     # the latest value of each metric; those of EMA weights are prefixed with the name of the EMA
     results: dict[str, float] = field(default_factory=dict)
 
-    @property
-    def passed_over(self) -> int:
-        """Samples drawn but not trained on, because of bad steps or fp16 loss scaling."""
-        return self.position - self.samples
-
     def begin(self) -> None:
         """Start the clock of :meth:`elapsed`, which a rewind does not reset."""
         self._began = time.perf_counter() - self.seconds

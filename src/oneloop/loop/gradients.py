@@ -61,7 +61,17 @@ class Gradients:
         self.parameters = parameters
         self._metrics = trial.metrics
         self._sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
-        self.units = Units(model, union=self._search(trial))
+
+        # Under FSDP2, may other parameters be unused on each rank?
+        asked = job.recipe.machine.find_unused_parameters
+        able = search_unused(model)
+        if asked and not able:
+            raise BadInput(
+                "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
+            )
+        searched = run.sharded and able and (asked or trial.unused)
+        self.units = Units(model, union=run.union if searched else None)
+
         whole = is_whole_batch(job.task)
         # Must the numbers of Python's and numpy's generators repeat, too?
         self._seeds_others = job.exact or whole or trial.draws_others
@@ -88,17 +98,6 @@ class Gradients:
         # Where the step is: the position of its first sample, and the number of the micro-batch.
         self._position = 0
         self._number = -1
-
-    def _search(self, trial: Preflight) -> Callable[[list[bool]], list[bool]] | None:
-        """Return what combines flags of used parameters over all ranks; None: not searched for."""
-        asked = self._job.recipe.machine.find_unused_parameters
-        able = search_unused(self.model)
-        if asked and not able:
-            raise BadInput(
-                "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
-            )
-        searched = self._run.sharded and able and (asked or trial.unused)
-        return self._run.union if searched else None
 
     @property
     def factor(self) -> int:

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from oneloop.basics.houses import missing
-from oneloop.basics.tensors import replica_group
 from oneloop.checks.repeats import DEPENDS
 from oneloop.ema import EMA
 from oneloop.job.build import Job
@@ -19,14 +17,7 @@ from oneloop.machine.mixed_precision import HALF
 from oneloop.run.environment import computed_by
 from oneloop.task_protocol.evaluation_metrics import prefix
 
-_IGNORED = {
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
-    "FSDP_STATE_DICT_TYPE": ("SHARDED_STATE_DICT",),
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"),
-    "XLA_DOWNCAST_BF16": ("0",),
-    "ACCELERATE_DOWNCAST_BF16": ("false",),
-}
-"""settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
+_ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
 def start_lines(
@@ -62,9 +53,6 @@ def start_lines(
         samples = len(job.train_set)
         yield traffic.line(samples, batch=job.layout.size, steps=job.steps, hosts=hosts)
     yield from getattr(job.task, "notes", ())
-    absent = missing("examples")
-    if absent:
-        yield f"no examples of predictions are collected: {absent}"
     if trial.unused:
         first = ", ".join(trial.unused[:3])
         yield f"parameters without a gradient in the preflight check: {len(trial.unused)} ({first})"
@@ -72,42 +60,20 @@ def start_lines(
     # How the machine computes it.
     yield from unused(run.device)
     yield from job.built.notes
-    ignored = [
-        f"{name}={os.environ[name]}"
-        for name, effective in _IGNORED.items()
-        if os.environ.get(name, effective[0]) not in effective
-    ]
-    if ignored:
-        yield (
-            f"accelerate's {', '.join(ignored)} has no effect: oneloop has batch.micro and its own "
-            "checkpoints"
-        )
+    accumulation = os.environ.get(_ACCUMULATION, "1")
+    if accumulation != "1":
+        yield f"accelerate's {_ACCUMULATION}={accumulation} has no effect: set batch.micro"
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
-    yield from _checked(job, run, model)
-    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
-    if matrices:
-        yield f"muon updates {matrices} matrices, adamw the rest"
-
-
-def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
-    """Yield the line on what is compared while the run trains."""
-    if "check" not in job.intervals:
+    if "check" not in job.intervals.every:
         yield (
             "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "
             "while the run trains, so a model that changes its own state may train otherwise on "
             "another parallel layout"
         )
-    elif replica_group(model) is not None:
-        yield (
-            "the processes compare weights and optimizer state every "
-            f"{job.intervals.every['check']:,} steps"
-        )
-    elif run.ranks > 1:
-        yield (
-            "machine.check_every: every process has its own shard (FSDP2), so there are no "
-            "replicas to compare"
-        )
+    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
+    if matrices:
+        yield f"muon updates {matrices} matrices, adamw the rest"
 
 
 def _sizes(job: Job, run: Run) -> Iterator[str]:
@@ -185,9 +151,10 @@ def _promise(job: Job, run: Run, model: nn.Module, trial: Preflight) -> str:
     other = _other_layout(model, trial)
     if other:
         return f"{other}; {same}"
+    rounding = _rounding(job, run, model)
     return (
-        f"any parallel layout gives the same gradients ({_rounding(job, run, model)}), and {same}; "
-        "check: oneloop prove"
+        f"any parallel layout gives the same gradients ({rounding}), and {same}; check: oneloop "
+        "prove"
     )
 
 

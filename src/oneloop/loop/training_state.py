@@ -75,7 +75,19 @@ class State(RunState):
         self.count = Counters()
         self.best = Best(recipe.eval.metric, upward=job.upward)
         self.noise = NoiseScale()
-        self.meter = _meter(job, run, model, trial)
+
+        # Most products are those of the largest weight (bytes are those of quantized weights). With
+        # batch.grain, the meter keeps one row per leaf, so that sums do not depend on the layout.
+        largest = max(model.parameters(), key=lambda one: one.numel() * one.is_floating_point())
+        self.meter = Meter(
+            run.accelerator,
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            flops=trial.flops,
+            peak=run.peak_flops(largest.dtype) if run.main else 0.0,  # it may be measured
+            tokens=job.unit == "tokens",
+            metrics=trial.metrics,
+            leaves=job.layout.leaves(run.rank) if job.exact else (),
+        )
         self.checkpoints = Checkpoints(
             folder.path / "checkpoints",
             run.accelerator,
@@ -85,16 +97,23 @@ class State(RunState):
             patience=recipe.machine.patience,
             say=run.display.say,
         )
-        self._let_saves_overlap(run, model, trial)
+
+        # Let copies overlap with training, unless its forwards may change parameters.
+        saving = self.checkpoints.saving
+        moves = any(name.startswith("parameter") for name in trial.moved)
+        saving.overlaps = not (moves or trial.stateful)
+        saving.watched = partial(_trained, model)
+        # Once the first step has made the optimizer's state, make the memory of saves.
+        if run.device.type == "cuda":
+            saving.ahead = self._bytes_of_save
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
         if run.ranks == 1 and not recipe.mirror:
             run.closing.callback(self.checkpoints.close)
 
-        same = InputCheck(job, self.count, run.display.say)
-
         # Name the components. A resume restores them in this order.
+        same = InputCheck(job, self.count, run.display.say)
         parts: dict[str, Any] = {
             "counters": self.count,
             "best": self.best,
@@ -121,16 +140,6 @@ class State(RunState):
             check=same.check,
             tried=True,
         )
-
-    def _let_saves_overlap(self, run: Run, model: nn.Module, trial: Preflight) -> None:
-        """Let copies overlap with training, unless its forwards may change parameters."""
-        saving = self.checkpoints.saving
-        moves = any(name.startswith("parameter") for name in trial.moved)
-        saving.overlaps = not (moves or trial.stateful)
-        saving.watched = partial(_trained, model)
-        # Once the first step has made the optimizer's state, make the memory of saves.
-        if run.device.type == "cuda":
-            saving.ahead = self._bytes_of_save
 
     def _bytes_of_save(self) -> int:
         """Return the bytes of a save on this rank; 0 before the first step."""
@@ -177,7 +186,7 @@ class State(RunState):
             CHANNEL.folder = folder.path.absolute()
             CHANNEL.send(folder=str(CHANNEL.folder))
             if run.main:
-                self._begin_folder()
+                folder.begin(recipe.yaml(), self._environment())
 
         # Begin the log. Its state is saved, too: a resume deletes the lines of lost steps.
         count.begin()
@@ -229,14 +238,8 @@ class State(RunState):
         assert isinstance(folder, MirroredFolder)
 
         # Rank 0 has the lease of the mirror; the other ranks write under it.
-        lease = None
-        if folder.lease is not None:
-            lease = (folder.lease.number, folder.lease.about)
-        self.checkpoints.mirror(
-            address,
-            lease=run.from_main(lease),
-            counts=not shared,
-        )
+        lease = folder.lease and (folder.lease.number, folder.lease.about)
+        self.checkpoints.mirror(address, lease=run.from_main(lease), counts=not shared)
         if run.main:
             folder.uploads = self.checkpoints.saving
         kind = "copies of run.dir"
@@ -244,8 +247,8 @@ class State(RunState):
             kind = "a checkpoint counts when it is there; hosts need no shared disk"
         run.display.say(f"mirror: {address} ({kind})")
 
-    def _begin_folder(self) -> None:
-        """Write what the folder holds from its start on: the recipe and environment.json."""
+    def _environment(self) -> dict[str, Any]:
+        """Return the content of environment.json. Keys that do not apply are left out."""
         job = self.job
         run = self.run
         recipe = job.recipe
@@ -253,7 +256,6 @@ class State(RunState):
         # Without a GPU, training uses all cores. Data in memory needs no workers.
         alone = run.device.type == "cpu" or in_memory(job.train_set)
 
-        # Describe the run. Keys that do not apply are left out of the file.
         about = environment(
             command=[*run.command],
             device=str(run.device),
@@ -262,6 +264,7 @@ class State(RunState):
             eval_micro=recipe.eval.micro or job.layout.each,
             workers=run.workers(recipe.machine.workers),
             data_cores=0 if alone else run.cores,
+            starts=self.folder.starts(run.began, self.count.seconds),
         )
         file = source("task", recipe.task.name)
         if file:
@@ -271,9 +274,7 @@ class State(RunState):
         skipped = getattr(job.task, "skipped_rows", None)
         if skipped:
             about["skipped_rows"] = skipped
-
-        about["starts"] = self.folder.starts(run.began, self.count.seconds)
-        self.folder.begin(recipe.yaml(), about)
+        return about
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Log a line to metrics.jsonl and the trackers: the counters, then these metrics.
@@ -300,19 +301,3 @@ def _trained(model: nn.Module) -> list[Tensor]:
     """
     whole = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [*whole, *map(local, whole)]
-
-
-def _meter(job: Job, run: Run, model: nn.Module, trial: Preflight) -> Meter:
-    # Most products are those of the largest weight (bytes are those of quantized weights).
-    largest = max(model.parameters(), key=lambda one: one.numel() * one.is_floating_point())
-
-    # With batch.grain, the meter keeps one row per leaf, so that sums do not depend on the layout.
-    return Meter(
-        run.accelerator,
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        flops=trial.flops,
-        peak=run.peak_flops(largest.dtype) if run.main else 0.0,  # it may be measured
-        tokens=job.unit == "tokens",
-        metrics=trial.metrics,
-        leaves=job.layout.leaves(run.rank) if job.exact else (),
-    )

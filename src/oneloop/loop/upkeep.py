@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from oneloop.basics import exit_codes
+from oneloop.basics.heartbeats import BEATS, ENDING
 from oneloop.basics.launcher import HOST
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.checkpoint.retention import Keep
@@ -16,8 +18,7 @@ from oneloop.checks.repeats import Checks
 from oneloop.checks.replicas import check_replicas
 from oneloop.data.skipped_rows import SKIPPED_ROWS
 from oneloop.loop.bad_steps import handle
-from oneloop.loop.ending import end
-from oneloop.loop.evaluations import validate
+from oneloop.loop.evaluations import evaluate, validate
 from oneloop.loop.gradients import Gradients
 from oneloop.loop.steps import StepBatches
 from oneloop.loop.training_state import State
@@ -27,6 +28,7 @@ from oneloop.measure.profiling import Profiling
 from oneloop.measure.stragglers import Stragglers, product_seconds
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
+from oneloop.run.final_weights import FinalWeights, load_task_state, write_final
 
 
 class Upkeep:
@@ -137,8 +139,86 @@ class Upkeep:
         state.meter.clock.mark("save")
 
     def end(self, *, stopped: bool) -> dict[str, Any]:
-        """End the run, and return its summary: :func:`oneloop.loop.ending.end`."""
-        return end(self._state, self._checks, stopped=stopped)
+        """End a run that is done or stopped; return the summary (summary.json).
+
+        Args:
+            stopped: whether a stop ended the run. Its final weights are the last ones, and it is
+                not evaluated.
+
+        Raises:
+            OSError: the run was stopped, and its last checkpoint could not be written.
+        """
+        state = self._state
+        job = state.job
+        count = state.count
+        best = state.best
+
+        # Wait for the last checkpoint, and write final/ (the best weights, if the recipe asks for
+        # them).
+        failed = state.checkpoints.finish()
+        BEATS.enter(ENDING)
+        final = self._final_weights(stopped=stopped)
+        state.checkpoints.close()
+        folder = state.folder.path / "final"
+        write_final(folder, state.model, job.task, state.emas, about=final.as_json())
+
+        # Evaluate on the test set; on all sets if the weights of an earlier step were restored, so
+        # that the summary describes the weights in final/. A stop also ends this evaluation.
+        sets = job.eval_sets
+        if final.step == final.end:
+            sets = {name: dataset for name, dataset in sets.items() if name == "test"}
+        if sets and not stopped:
+            stopped = not evaluate(state, self._checks, sets, of=final.step)
+        if failed and stopped:  # the run is not done, and cannot be resumed from where it was
+            raise OSError("the run was stopped, but the last checkpoint could not be written")
+
+        # Say why the run ended, and sum up.
+        code = exit_codes.DONE
+        if stopped:
+            reason = f"stopped by {state.run.stopping.by or 'a signal to another rank'}"
+            code = exit_codes.STOPPED
+        elif count.step < job.steps:
+            reason = f"early stop: {best.metric} was best at step {best.step}"
+        else:
+            reason = "done"
+        return {
+            "exit_reason": reason,
+            "exit_code": code,
+            **count.as_metrics(job.unit),
+            "passed_over": count.position - count.samples,
+            "seconds": count.elapsed(),
+            **count.results,
+            "best": {
+                "metric": best.metric,
+                "value": best.value,
+                "step": best.step,
+                "larger_is_better": best.upward,
+            },
+            "final": final.as_json(),
+        }
+
+    def _final_weights(self, *, stopped: bool) -> FinalWeights:
+        """Restore the weights of the best evaluation, if the recipe asks for them.
+
+        The last weights stay if the checkpoint of the best ones is not intact. Return which weights
+        the model has.
+        """
+        state = self._state
+        recipe = state.job.recipe
+        best = state.best
+        step = state.count.step
+        last = FinalWeights("last", step=step, end=step)
+        if recipe.save.final != "best" or not best.step or stopped:
+            return last
+
+        # Load the weights of an earlier step, if its checkpoint is intact.
+        if best.step != step:
+            folder = state.checkpoints.whole(best.step, "final/ gets the last weights")
+            if folder is None:
+                return last
+            state.take(folder)
+            load_task_state(state.job.task, folder)
+        return FinalWeights("best", best.step, step, metric=recipe.eval.metric, value=best.value)
 
     def _log(self, lr: float, total: float) -> None:
         """Write a log line: metrics, slow ranks, noise scale. Host sync.
