@@ -1,7 +1,7 @@
 """The steps of a run: micro-batches that are loaded ahead, and a host all-reduce before each."""
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ class _Exchange(NamedTuple):
 
     group: Group  # its micro-batches on this rank
     sums: Tensor  # flags for stop, save and error; weights; hashes of FSDP2 units
-    work: Any  # the collective
+    work: Any  # the collective; None: one rank has none
 
 
 class StepBatches:
@@ -122,11 +122,26 @@ class StepBatches:
 
     def _agreed(self) -> Generator[Group]:
         """Yield the steps. After a rewind, begin again at the position of the counters."""
+        job = self._job
+        run = self._run
+        machine = job.recipe.machine
         self._restart = True
         BEATS.enter(self._phase())
         while self._restart:
             self._restart = False
-            for group in self._summed(self._timed(self._groups())):
+            loaded = groups(
+                job.train_set,
+                job.collate,
+                job.order,
+                job.layout,
+                rank=run.rank,
+                seed=job.recipe.seed,
+                start=self._count.position,
+                workers=run.workers(machine.workers),
+                pinned=machine.pinned,
+                device=run.device,
+            )
+            for group in self._summed(self._timed(loaded)):
                 # Report progress to the supervisor.
                 BEATS.beat()
                 yield group
@@ -146,71 +161,47 @@ class StepBatches:
             return TRAINING
         return EPOCH
 
-    def _groups(self) -> Iterator[Group]:
-        job = self._job
-        run = self._run
-        machine = job.recipe.machine
-        return groups(
-            job.train_set,
-            job.collate,
-            job.order,
-            job.layout,
-            rank=run.rank,
-            seed=job.recipe.seed,
-            start=self._count.position,
-            workers=run.workers(machine.workers),
-            pinned=machine.pinned,
-            device=run.device,
-        )
-
-    def _flags(self) -> list[float]:
-        """Return whether this rank has a stop request, its clock asks for a save, a save failed."""
-        failed = self._saves.poll() is not None
-        return [self._run.stopping.requested(), self._is_save_time(), failed]
-
-    def _set(self, group: Group, flags: Sequence[float], weights: Sequence[float]) -> Group:
-        """Set what the ranks agreed on: flags and weights are sums over the ranks."""
-        stop, save, failed = flags
-        group.total = rounded_sum(weights)
-        group.stop = bool(stop)
-        group.save = bool(save)
-        self._save_flag = group.save
-
-        # If a save failed on some rank, all ranks finish it, and raise if too many failed.
-        if failed:
-            self._saves.finish()
-        return group
-
     def _summed(self, groups: Iterable[Group]) -> Iterator[Group]:
         """Yield each step with its weight and its flags, summed over the ranks."""
-        # One rank agrees with itself.
-        if self._run.host is None:
-            for group in groups:
-                yield self._set(group, self._flags(), group.addends(0, 1))
-                if self._restart:
-                    break
-            return
-
-        # Start the all-reduce of each step before the previous step is yielded: it runs while that
-        # one trains, so nobody waits for it.
+        run = self._run
         self._next = None
         for group in groups:
-            hashes = self._units.hashes() if self._run.sharded else []
-            weights = group.addends(self._run.rank, self._run.ranks)
-            mine = torch.tensor([*self._flags(), *weights, *hashes], dtype=torch.float64)
-            work = dist.all_reduce(mine, group=self._run.host, async_op=True)
-            before: _Exchange | None = self._next
-            self._next = _Exchange(group, mine, work)
-            self._pending_hashes = len(hashes)
-            if before is None:
-                continue
+            # Flags: has this rank a stop request, does its clock ask for a save, has a save failed?
+            flags = (
+                run.stopping.requested(),
+                self._is_save_time(),
+                self._saves.poll() is not None,
+            )
+            weights = group.addends(run.rank, run.ranks)
+            hashes = self._units.hashes() if run.sharded else []
+            sums = torch.tensor([*flags, *weights, *hashes], dtype=torch.float64)
 
-            before.work.wait()
-            sums = before.sums.numpy().tolist()
-            yield self._set(before.group, sums[:3], sums[3 : 3 + len(weights)])
+            # One rank agrees with itself. Of several, start the all-reduce of each step before the
+            # previous step is yielded: it runs while that one trains, so nobody waits for it.
+            step = _Exchange(group, sums, None)
+            if run.host is not None:
+                work = dist.all_reduce(sums, group=run.host, async_op=True)
+                before: _Exchange | None = self._next
+                self._next = _Exchange(group, sums, work)
+                self._pending_hashes = len(hashes)
+                if before is None:
+                    continue
+                before.work.wait()
+                step = before
+
+            # Set what the ranks agreed on.
+            stop, save, failed, *totals = step.sums.tolist()
+            step.group.total = rounded_sum(totals[: len(weights)])
+            step.group.stop = bool(stop)
+            step.group.save = self._save_flag = bool(save)
+            # If a save failed on some rank, all ranks finish it, and raise if too many failed.
+            if failed:
+                self._saves.finish()
+            yield step.group
 
             # The exchange in progress belongs to a step that is dropped: finish it, since every
             # rank has started it.
             if self._restart:
-                self._next.work.wait()
+                if self._next is not None:
+                    self._next.work.wait()
                 return
