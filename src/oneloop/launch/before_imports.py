@@ -20,7 +20,6 @@ from oneloop.basics.system.processes import continue_in_child, die_with, handed_
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
-from oneloop.recipe.schema import Recipe
 from oneloop.supervise.pipe import CHANNEL
 
 
@@ -51,10 +50,8 @@ def report(argv: Sequence[str]) -> None:
     CHANNEL.report(recipe.machine.patience)
 
 
-@cache
-def read_once(argv: tuple[str, ...]) -> Recipe:
-    """:func:`oneloop.recipe.parse.read`, once for each command line."""
-    return read(argv)
+read_once = cache(read)
+""":func:`oneloop.recipe.parse.read`, once for each command line, as a tuple"""
 
 
 def reject(error: BadInput | Unavailable) -> NoReturn:

@@ -166,14 +166,10 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     if "config_file" not in options:
         return None
     settings = read_config(options["config_file"]) | options
-    single = read_config("single")
-    precision = str(settings.get("mixed_precision", "no"))
-    for name, value in settings.items():
-        if name in ("config_file", "mixed_precision"):
-            continue
-        if name not in single or str(value) != str(single[name]):
-            return None
-    if "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
+    precision = str(settings.pop("mixed_precision", "no"))
+    single = read_config("single") | {"config_file": options["config_file"]}
+    plain = all(str(value) == str(single.get(name)) for name, value in settings.items())
+    if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
         return None
 
     return {

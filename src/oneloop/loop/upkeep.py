@@ -28,7 +28,7 @@ from oneloop.measure.profiling import Profiling
 from oneloop.measure.stragglers import Stragglers, product_seconds
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
-from oneloop.run.final_weights import FinalWeights, load_task_state, write_final
+from oneloop.run.final_weights import load_task_state, write_final
 
 
 class Upkeep:
@@ -160,15 +160,15 @@ class Upkeep:
         final = self._final_weights(stopped=stopped)
         state.checkpoints.close()
         folder = state.folder.path / "final"
-        write_final(folder, state.model, job.task, state.emas, about=final.as_json())
+        write_final(folder, state.model, job.task, state.emas, about=final)
 
         # Evaluate on the test set; on all sets if the weights of an earlier step were restored, so
         # that the summary describes the weights in final/. A stop also ends this evaluation.
         sets = job.eval_sets
-        if final.step == final.end:
+        if final["step"] == final["end"]:
             sets = {name: dataset for name, dataset in sets.items() if name == "test"}
         if sets and not stopped:
-            stopped = not evaluate(state, self._checks, sets, of=final.step)
+            stopped = not evaluate(state, self._checks, sets, of=final["step"])
         if failed and stopped:  # the run is not done, and cannot be resumed from where it was
             raise OSError("the run was stopped, but the last checkpoint could not be written")
 
@@ -194,20 +194,24 @@ class Upkeep:
                 "step": best.step,
                 "larger_is_better": best.upward,
             },
-            "final": final.as_json(),
+            "final": final,
         }
 
-    def _final_weights(self, *, stopped: bool) -> FinalWeights:
+    def _final_weights(self, *, stopped: bool) -> dict[str, Any]:
         """Restore the weights of the best evaluation, if the recipe asks for them.
 
-        The last weights stay if the checkpoint of the best ones is not intact. Return which weights
-        the model has.
+        The last weights stay if the checkpoint of the best ones is not intact.
+
+        Returns:
+            Which weights the model has, for summary.json and MANIFEST.json: ``weights`` (last or
+            best), the ``step`` that they are from, the last step (``end``) and, of the best ones,
+            ``metric`` and its ``value``.
         """
         state = self._state
         recipe = state.job.recipe
         best = state.best
         step = state.count.step
-        last = FinalWeights("last", step=step, end=step)
+        last = {"weights": "last", "step": step, "end": step}
         if recipe.save.final != "best" or not best.step or stopped:
             return last
 
@@ -218,7 +222,13 @@ class Upkeep:
                 return last
             state.take(folder)
             load_task_state(state.job.task, folder)
-        return FinalWeights("best", best.step, step, metric=recipe.eval.metric, value=best.value)
+        return {
+            "weights": "best",
+            "step": best.step,
+            "end": step,
+            "metric": recipe.eval.metric,
+            "value": best.value,
+        }
 
     def _log(self, lr: float, total: float) -> None:
         """Write a log line: metrics, slow ranks, noise scale. Host sync.

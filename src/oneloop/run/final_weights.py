@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,6 @@ from oneloop.ema import EMA
 from oneloop.task_protocol.protocol import Task
 
 TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
-
-
-@dataclass(frozen=True)
-class FinalWeights:
-    """Which weights ``final/`` holds."""
-
-    weights: str  # last or best
-    step: int  # that they are from
-    end: int  # last step of the run
-    metric: str | None = None  # of the best weights: eval.best
-    value: float | None = None  # of the best weights: that metric
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def write_final(
@@ -63,7 +47,8 @@ def write_final(
     weights = gathered_weights(model, origin)
     if weights:
         delete(folder / MANIFEST, inside=folder)
-    write_weights(folder / f"{file_of(origin)}.safetensors", weights)
+    name = origin.file if origin else "model"
+    write_weights(folder / f"{name}.safetensors", weights)
     for ema in emas:
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model, origin))
@@ -83,13 +68,6 @@ def write_final(
     if origin is not None:
         manifest["base"] = origin.description
     vouch(folder, manifest)
-
-
-def file_of(origin: BaseModel | None) -> str:
-    """Return the name of the weights' file, without its suffix."""
-    if origin is None:
-        return "model"
-    return origin.file
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:

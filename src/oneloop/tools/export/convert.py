@@ -12,7 +12,7 @@ from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.weights import load_weights
-from oneloop.run.final_weights import file_of, load_task_state, write_final
+from oneloop.run.final_weights import load_task_state, write_final
 from oneloop.task_protocol.protocol import Task
 from oneloop.tools.after_training.rounded_matrices import round_frozen
 from oneloop.tools.after_training.trained_model import reject_other_origin
@@ -63,7 +63,8 @@ def export_checkpoint(
     # Load the weights in the dtypes that they were saved in.
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
-        _in_types(model, _types_of(checkpoint / f"{file_of(origin)}.safetensors"), origin)
+        name = origin.file if origin else "model"
+        _in_types(model, _types_of(checkpoint / f"{name}.safetensors"), origin)
         load_weights(model, str(checkpoint), weights, origin=origin)
         about = read_manifest(checkpoint)["about"] | {"weights": weights}
         about.pop("base", None)
