@@ -8,7 +8,7 @@ from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.streams import lossy
-from oneloop.launch.interpreter import alone, borrowed
+from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
@@ -54,14 +54,13 @@ def fit(
         Exception: any other error, for example of the task's code, as it was raised. (1.)
     """
     # An error is raised after the state of the interpreter is restored.
-    with alone("fit"):
+    with borrowed("fit", mixed_precision):
         chosen = _read(recipe, groups)
-        with borrowed(mixed_precision):
-            run = start_run(chosen, command=["oneloop.fit", f"{chosen.folder}/recipe.yaml"])
-            output = redirect_stdout(lossy(sys.stdout))
-            errors = redirect_stderr(lossy(sys.stderr))
-            with run.stopping.listening(), output, errors:
-                summary, fault = conduct(train, chosen, run)
+        run = start_run(chosen, command=["oneloop.fit", f"{chosen.folder}/recipe.yaml"])
+        output = redirect_stdout(lossy(sys.stdout))
+        errors = redirect_stderr(lossy(sys.stderr))
+        with run.stopping.listening(), output, errors:
+            summary, fault = conduct(train, chosen, run)
     if fault is not None:
         raise fault
     return summary

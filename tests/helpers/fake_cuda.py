@@ -266,7 +266,7 @@ def fake_run(precision: str = "no") -> Iterator[Run]:
     try:
         with patch.dict(os.environ, variables):
             accelerator = Accelerator(device_placement=False, step_scheduler_with_optimizer=False)
-            yield Run(accelerator, cores=1)
+            yield Run(accelerator)
     finally:
         AcceleratorState._reset_state(True)
 

@@ -8,7 +8,6 @@ from accelerate.utils import parse_flag_from_env
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import local_ranks, ranks
-from oneloop.basics.system.processes import usable_cores
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """variables with the settings of torch's allocator: the new name, and the old one"""
@@ -77,19 +76,6 @@ def set_allocator(device: torch.device) -> None:
     given = any(name in os.environ for name in _ALLOCATOR)
     if device.type == "cuda" and not fixed and not given:
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-
-
-def set_up() -> int:
-    """Set the current GPU of this process, if accelerate does not.
-
-    Returns:
-        The number of CPUs of this process, if those of its host divide the CPUs equally.
-    """
-    # accelerate selects no GPU if this variable names one.
-    chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
-    if chosen.type == "cuda" and chosen.index is not None:
-        torch.cuda.set_device(chosen)
-    return max(1, usable_cores() // local_ranks())
 
 
 def unused(device: torch.device) -> list[str]:

@@ -28,34 +28,26 @@ _LOCK = threading.Lock()
 
 
 @contextmanager
-def alone(name: str) -> Iterator[None]:
-    """Reject a second call in this process. Of BadInput, only the message is raised.
+def borrowed(caller: str = "oneloop", mixed_precision: str | None = None) -> Iterator[None]:
+    """Clear accelerate's state in this context, and set its precision.
+
+    Afterwards accelerate's shared state, the environment, torch's switches and the random
+    generators are restored. One process makes no process group. With several, the group remains:
+    torch cannot create a second one at the launcher's address.
 
     Args:
-        name: of the function that is called.
+        caller: the function that is called. A second call in this process is rejected.
+        mixed_precision: of accelerate; None: the launcher's.
+
+    Raises:
+        BadInput: of the block; only its message is raised.
     """
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
         raise BadInput(
-            f"{name}: another call of oneloop is under way in this process; wait for it to end"
+            f"{caller}: another call of oneloop is under way in this process; wait for it to end"
         )
-    try:
-        yield
-    except BadInput as error:
-        raise BadInput(str(error)) from None
-    finally:
-        _LOCK.release()
-
-
-@contextmanager
-def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
-    """Clear accelerate's state in this context, and set its precision (None: the launcher's).
-
-    Afterwards accelerate's shared state, the environment, torch's switches and the random
-    generators are restored. One process makes no process group. With several, the group remains:
-    torch cannot create a second one at the launcher's address.
-    """
     Finalize(None, _end_group, exitpriority=0)
 
     # notebook_launcher sets MIXED_PRECISION, which accelerate does not read.
@@ -66,24 +58,25 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
     gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    threads = torch.get_num_threads()
     benchmark = torch.backends.cudnn.benchmark
-    with (
-        patch.dict(PartialState._shared_state, clear=True),
-        patch.dict(AcceleratorState._shared_state, clear=True),
-        patch.dict(GradientState._shared_state, clear=True),
-        patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=mixed_precision or "no"),
-        float32_restored(),
-        restored_generators(torch.device("cpu")),
-        torch.random.fork_rng(gpus, device_type="cuda"),
-        torch.random.fork_rng(range(torch.mps.device_count()), device_type="mps"),
-    ):
-        try:
+    try:
+        with (
+            patch.dict(PartialState._shared_state, clear=True),
+            patch.dict(AcceleratorState._shared_state, clear=True),
+            patch.dict(GradientState._shared_state, clear=True),
+            patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=mixed_precision or "no"),
+            float32_restored(),
+            restored_generators(torch.device("cpu")),
+            torch.random.fork_rng(gpus, device_type="cuda"),
+            torch.random.fork_rng(range(torch.mps.device_count()), device_type="mps"),
+        ):
             yield
-        finally:
-            torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-            torch.set_num_threads(threads)
-            torch.backends.cudnn.benchmark = benchmark
+    except BadInput as error:
+        raise BadInput(str(error)) from None
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+        torch.backends.cudnn.benchmark = benchmark
+        _LOCK.release()
 
 
 def _end_group() -> None:

@@ -51,8 +51,6 @@ class Launched:
         self._stopped_by = ""  # the first of them
         self._interrupted_at = float("inf")  # the first Ctrl-C, by time.monotonic
         self._forwarded: set[tuple[int, str]] = set()  # (index of the signal, process id)
-        self._ending: Path | None = None  # the newest exit code that the processes have reported
-        self._ending_since = 0.0  # when it was first seen, by time.monotonic
         # The process ignores SIGINT, which a terminal also sends to the training processes: it
         # inherits that.
         on_stops(self._record)
@@ -129,13 +127,9 @@ class Launched:
 
     def _continue_stopped(self) -> None:
         """Continue processes that were stopped (SIGSTOP) before the run ended: they only exit."""
-        # The run may have ended some time ago.
-        now = time.monotonic()
+        # They have had some time to exit.
         file = self._reported()
-        if file != self._ending:
-            self._ending = file
-            self._ending_since = now
-        if file is None or now - self._ending_since < _EXIT:
+        if file is None or time.time() - file.stat().st_mtime < _EXIT:
             return
 
         # Processes that are younger belong to another attempt.

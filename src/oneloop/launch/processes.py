@@ -29,6 +29,7 @@ from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import local_ranks, ranks
+from oneloop.basics.system.processes import usable_cores
 from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
 from oneloop.launch.signals import Stopping, leave_at_once
@@ -52,10 +53,9 @@ class Run:
 
     Args:
         accelerator: as :func:`start` builds it.
-        cores: CPUs of this process, if the processes of the host divide them equally.
     """
 
-    def __init__(self, accelerator: Accelerator, *, cores: int) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
         self.ranks: int = accelerator.num_processes
         self.device: torch.device = accelerator.device
@@ -66,7 +66,8 @@ class Run:
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)
         self.local_ranks = local_ranks()  # on this host
-        self.cores = cores
+        # CPUs of this process, if the processes of the host divide them equally
+        self.cores = max(1, usable_cores() // self.local_ranks)
 
         # oneloop plan: the other ranks do not exist
         several = self.ranks > 1 and dist.get_backend() != "fake"
@@ -74,7 +75,7 @@ class Run:
         self.host = cast("dist.ProcessGroup | None", group)
         """process group of collectives on the host; None: one rank"""
 
-        self.stopping = Stopping(looks=self.main)
+        self.stopping = Stopping()
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
         self.closing = ExitStack()  # callbacks for every end of the run
@@ -272,7 +273,9 @@ def start(
 
     # Connect.
     on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
-    cores = devices.set_up()
+    chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)  # accelerate selects no GPU if this variable names one
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
     state = PartialState(cpu=on_cpu, timeout=LONG)
@@ -299,7 +302,7 @@ def start(
         ],
         step_scheduler_with_optimizer=False,
     )
-    run = Run(accelerator, cores=cores)
+    run = Run(accelerator)
     if exact and on_cpu:
         # The number of CPU threads changes the order of sums.
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())

@@ -64,17 +64,12 @@ def leave(code: int, *, main: bool) -> NoReturn:
 
 
 class Stopping:
-    """Stop requests for this process, by signals, time limit or STOP file.
+    """Stop requests for this process, by signals, time limit or STOP file."""
 
-    Args:
-        looks: whether this rank looks for the file; only one does.
-    """
-
-    def __init__(self, *, looks: bool = True) -> None:
+    def __init__(self) -> None:
         # source: a signal's name, ``Ctrl-C``, ``stop.after`` or ``a STOP file``; None: no request
         self.by: str | None = None
         # times are those of time.monotonic
-        self._looks = looks
         self._last_check = 0.0  # of the file
         self._file: Path | None = None
         self._deadline = float("inf")
@@ -114,8 +109,8 @@ class Stopping:
             for number in dict.fromkeys(self._signals):
                 signal.raise_signal(number)
 
-    def also(self, *, file: Path, after: float) -> None:
-        """Also stop when ``file`` appears, and ``after`` seconds from now."""
+    def also(self, *, file: Path | None, after: float) -> None:
+        """Also stop when ``file`` appears (None: another rank looks), and ``after`` seconds."""
         self._file = file
         self._deadline = time.monotonic() + after
 
@@ -124,7 +119,7 @@ class Stopping:
         now = time.monotonic()
         if self.by is None and now > self._deadline:
             self.by = "stop.after"
-        if self._looks and self._file and now - self._last_check > 1.0:
+        if self._file and now - self._last_check > 1.0:
             self._last_check = now
             if self._file.exists():
                 self.by = "a STOP file"

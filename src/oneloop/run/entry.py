@@ -115,7 +115,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 there = None if folder.path.exists() else recipe.mirror
                 return {**finished.summary, "folder": str(there or folder.path)}, None
             job = _prepared(recipe, run)
-            run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
+            file = folder.path / "STOP" if run.main else None
+            run.stopping.also(file=file, after=recipe.stop.seconds)
             summary = train(job, run, folder)
     except BaseException as error:
         # If a stop was requested before the run began, the error may follow from it.

@@ -11,7 +11,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import required
 from oneloop.basics.launcher import ranks
 from oneloop.checkpoint.mirror import local_run
-from oneloop.launch.interpreter import alone, borrowed
+from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of
 
 Run = str | Path | Mapping[str, Any]
@@ -33,7 +33,7 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
     Raises:
         BadInput: the run, the data or an option is invalid.
     """
-    with alone("evaluate"), borrowed(mixed_precision):
+    with borrowed("evaluate", mixed_precision):
         perform = required("evaluate or predict").perform
         return dict(perform("evaluate", _options("evaluate", run, options))[1])
 
@@ -57,7 +57,7 @@ def predict(
     Raises:
         BadInput: the run, the data, an option or ``to`` is invalid.
     """
-    with alone("predict"), TemporaryDirectory(prefix="oneloop-") as scratch:
+    with borrowed("predict", mixed_precision), TemporaryDirectory(prefix="oneloop-") as scratch:
         if to is None and ranks() > 1:
             raise BadInput(
                 "predict on several processes needs a file to write to: to='predictions.jsonl'"
@@ -67,8 +67,7 @@ def predict(
         file = Path(to or f"{scratch}/rows.jsonl")
         prediction = required("evaluate or predict")
         prediction.check_file(file)
-        with borrowed(mixed_precision):
-            prediction.perform("predict", _options("predict", run, {**options, "to": file}))
+        prediction.perform("predict", _options("predict", run, {**options, "to": file}))
         if to is not None:
             return file
         return [json.loads(line) for line in file.read_text().splitlines()]
@@ -90,7 +89,7 @@ def export(
         BadInput: the run or an option is invalid.
     """
     given = {**options, "to": None if to is None else Path(to), "push": push}
-    with alone("export"), borrowed(None):
+    with borrowed("export"):
         return "\n".join(required("export").export_run(_options("export", run, given)))
 
 
