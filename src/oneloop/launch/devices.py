@@ -23,11 +23,11 @@ def use_cpu() -> None:
 
 def kind() -> torch.device:
     """Return the device type that trains: the CPU if accelerate's variables ask for it."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    named = os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
-    if found is None or named or parse_flag_from_env("ACCELERATE_USE_CPU"):
-        return torch.device("cpu")
-    return found
+    cpu = torch.device("cpu")
+    named = os.environ.get("ACCELERATE_TORCH_DEVICE")
+    if named == "cpu" or parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return cpu
+    return torch.accelerator.current_accelerator(check_available=True) or cpu
 
 
 def reject_shared(device: torch.device) -> None:

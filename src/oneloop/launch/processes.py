@@ -265,10 +265,7 @@ def start(
     kind = devices.kind()
     devices.set_allocator(kind)  # before a check starts CUDA
     _reject_precision(precision, kind)
-    if exact:
-        _reject_inexact(precision)
-    if kind.type == "mps":
-        _reject_on_mps(exact=exact, deterministic=deterministic)
+    _reject_on_device(kind, precision, exact=exact, deterministic=deterministic)
     devices.reject_shared(kind)
 
     # Connect.
@@ -280,8 +277,23 @@ def start(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
     state = PartialState(cpu=on_cpu, timeout=LONG)
 
+    # Shard the model.
+    plugin = None
+    if sharding:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        if state.distributed_type == DistributedType.NO:
+            raise BadInput(
+                "FSDP2 requires two or more processes, got one; use single.yaml, or "
+                "--num_processes 2 or more"
+            )
+        if on_cpu:
+            # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
+        plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+
     # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
-    plugin = _sharding(state, precision, exact=exact) if sharding else None
     project = None
     if folder:
         project = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
@@ -308,23 +320,6 @@ def start(
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
     return run
-
-
-def _sharding(
-    state: PartialState, precision: str, *, exact: bool
-) -> FullyShardedDataParallelPlugin:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    if state.distributed_type == DistributedType.NO:
-        raise BadInput(
-            "FSDP2 requires two or more processes, got one; use single.yaml, or "
-            "--num_processes 2 or more"
-        )
-    if state.device.type == "cpu":
-        # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    policy = MixedPrecisionPolicy() if exact else sharded_precision(precision)
-    return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
 def _is_true(variable: str) -> bool:
@@ -395,34 +390,32 @@ def _reject_precision(precision: str, device: torch.device) -> None:
     )
 
 
-def _reject_inexact(precision: str) -> None:
-    """Raise BadInput for settings that batch.grain does not support."""
+def _reject_on_device(
+    kind: torch.device, precision: str, *, exact: bool, deterministic: bool
+) -> None:
+    """Raise BadInput for settings that batch.grain or an Apple GPU does not support."""
+    on_mps = kind.type == "mps"
     grain = "batch.grain requires bit-identical runs on any number of processes, but"
+    mps = "the Apple GPU (mps) does not support"
+    cpu = "set machine.device cpu (evaluate and predict: --device cpu)"
     _reject(
         {
             f"{grain} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml": (
-                _is_parallel("DP_REPLICATE")
+                exact and _is_parallel("DP_REPLICATE")
             ),
-            f"{grain} fp8 scales by what each process has seen; use bf16 or no": precision == "fp8",
+            f"{grain} fp8 scales by what each process has seen; use bf16 or no": (
+                exact and precision == "fp8"
+            ),
+            f"{mps} {ranks()} processes: torch.distributed has no backend for it; {cpu}": (
+                on_mps and ranks() > 1
+            ),
+            f"{mps} batch.grain: it has no float64, which exact sums require; {cpu}": (
+                on_mps and exact
+            ),
+            f"{mps} machine.deterministic true: torch has deterministic algorithms for CUDA and "
+            f"the CPU; {cpu}": on_mps and deterministic,
         }
     )
-
-
-def _reject_on_mps(*, exact: bool, deterministic: bool) -> None:
-    """Raise BadInput for settings that an Apple GPU does not support."""
-    settings = {
-        f"{ranks()} processes: torch.distributed has no backend for it": ranks() > 1,
-        "batch.grain: it has no float64, which exact sums require": exact,
-        "machine.deterministic true: torch has deterministic algorithms for CUDA and the CPU": (
-            deterministic
-        ),
-    }
-    for setting, is_set in settings.items():
-        if is_set:
-            raise BadInput(
-                f"the Apple GPU (mps) does not support {setting}; set machine.device cpu (evaluate "
-                "and predict: --device cpu)"
-            )
 
 
 def _reject(settings: Mapping[str, bool]) -> None:

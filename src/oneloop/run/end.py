@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from oneloop.basics import exit_codes
-from oneloop.basics.files import dumps, printable, vouched
+from oneloop.basics.files import dumps, printable
 from oneloop.basics.houses import missing, tool
 from oneloop.basics.launcher import rank, ranks
 from oneloop.basics.memory import is_out_of_memory
-from oneloop.basics.untrusted import delete
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.data.data_workers import end_workers
 from oneloop.job.build import Job
@@ -109,10 +108,7 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
             print(f"oneloop: {moved}", file=sys.stderr)
         return {**summary, "exit_reason": f"error: {moved}", "exit_code": exit_codes.ERROR}
 
-    # Write the summary before each upload, which may take long, and with its result.
-    _write(folder, summary)
-    summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
-    _write(folder, summary)
+    summary = folder.record(summary, final=summary["exit_code"] == exit_codes.DONE)
 
     # Write the report, which derives goodput and advice from metrics.jsonl. An error of the report
     # does not fail the run.
@@ -127,9 +123,7 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
             summary = summary | more
     except Exception as error:
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
-    _write(folder, summary)
-    summary = folder.uploaded(summary, final=False)
-    _write(folder, summary)
+    summary = folder.record(summary, final=False)
     folder.close()
 
     # Print the result.
@@ -144,11 +138,3 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any]) -> dict[str, Any]:
     else:
         print(printable(ended), flush=True)
     return summary
-
-
-def _write(folder: Folder, summary: dict[str, Any]) -> None:
-    try:
-        folder.write_json("summary.json", vouched(summary))
-        delete(folder.path / "STOP", inside=folder.path)
-    except OSError as error:  # a full disk: the exit code still reports the result
-        print(f"the end of the run cannot be written: {error}", file=sys.stderr)

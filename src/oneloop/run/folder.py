@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -255,11 +256,18 @@ class Folder:
             with suppress(OSError):
                 folder.rmdir()  # only if it is empty
 
-    def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Return the summary, with what a mirror adds.
+    def record(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
+        """Write summary.json, and return the summary with what a mirror adds.
 
-        See :class:`oneloop.run.mirrored_folder.MirroredFolder`.
+        Args:
+            summary: of the run.
+            final: whether a mirror gets the weights in ``final/``, too.
         """
+        try:
+            self.write_json("summary.json", vouched(summary))
+            delete(self.path / "STOP", inside=self.path)
+        except OSError as error:  # a full disk: the exit code still reports the result
+            print(f"the end of the run cannot be written: {error}", file=sys.stderr)
         return summary
 
     def close(self) -> None:

@@ -142,18 +142,13 @@ class MirroredFolder(Folder):
                 fetch_files(Bucket(self._address), self.path)
         return super().starts(began, seconds)
 
-    def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Write to the mirror what it lacks.
+    def record(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
+        """:meth:`Folder.record`; also write to the mirror what it lacks.
 
-        If that fails, a run that is done ends with an error.
-
-        Args:
-            summary: of the run.
-            final: whether to write the weights in ``final/``, too.
-
-        Returns:
-            The summary, with the newest step in the mirror.
+        The summary gets the newest step in the mirror. If an upload fails, a run that is done ends
+        with an error. An upload may take long, so the summary is written before it, too.
         """
+        super().record(summary, final=final)
         if self.uploads is None or self._failed:
             return summary
         with self._announced("the last uploads to the mirror"):
@@ -165,7 +160,7 @@ class MirroredFolder(Folder):
                 f"error: the mirror is incomplete: {found.error}; the same command tries again"
             )
             summary["exit_code"] = ERROR
-        return summary
+        return super().record(summary, final=final)
 
     def close(self) -> None:
         """Release the lock and the mirror."""
