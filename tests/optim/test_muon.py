@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -13,13 +12,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
-from oneloop.optim.matrix_rounds import rounds
 from oneloop.optim.muon import Muon, orthogonalized
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.loop.start_lines",
-    "oneloop.optim.matrix_rounds",
+    "oneloop.optim.holders",
     "oneloop.optim.muon",
     "oneloop.optim.optimizers",
 )
@@ -33,9 +31,8 @@ def test_newton_schulz_makes_singular_values_about_one():
     for shape in ((8, 20), (20, 8)):
         values = torch.linalg.svdvals(orthogonalized(torch.randn(shape)))
         assert values.min() > 0.6 and values.max() < 1.3
-    exact = orthogonalized(torch.randn(6, 9))
-    half = orthogonalized(torch.randn(6, 9), dtype=torch.bfloat16)
-    assert exact.dtype == half.dtype == torch.float32
+    half = orthogonalized(torch.randn(6, 9, dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -57,18 +54,6 @@ def test_a_step_is_the_formula_in_the_dtype_of_the_weights(dtype, shape):
         expected = expected * (1.0 - 0.1 * 0.2)
         expected -= orthogonalized(update).view(shape) * (0.1 * size)
         assert torch.equal(weights.detach(), expected)
-
-
-def test_every_matrix_has_one_rank_and_the_work_is_even():
-    costs = (5, 9, 9, 2, 1, 1, 1)
-    assert rounds(costs, 2) == [(1, 2), (0, 3), (None, 4), (None, 5), (None, 6)]
-    for ranks in (1, 2, 3, 5, 9):
-        columns = [*zip(*rounds(costs, ranks), strict=True)]
-        of = [[index for index in column if index is not None] for column in columns]
-        assert sorted(chain(*of)) == list(range(len(costs)))
-        work = [sum(costs[index] for index in one) for one in of]
-        assert max(work) <= sum(costs) / ranks + max(costs)
-    assert rounds((), 3) == []
 
 
 class Net(nn.Module):
@@ -234,7 +219,7 @@ def test_ranks_share_the_work_and_get_the_bits_of_one(ranks, strategy):
         if "single" in how:
             assert max(work) == alone
         else:
-            assert max(work) <= max(1.2 * replicas / ranks, 0.4) * alone
+            assert max(work) <= max(1.3 * replicas / ranks, 0.4) * alone
 
 
 @pytest.mark.slow

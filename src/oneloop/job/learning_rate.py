@@ -33,7 +33,7 @@ def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
     # A momentum of 0 stands for none.
     optimizer = recipe.optimizer
     has_momentum = any(optimizer.options.get(key) for key in MOMENTUM_KEYS)
-    if set(MOMENTUM_KEYS) & set(rate.scheduled) and not has_momentum:
+    if "momentum" in rate.scheduled and not has_momentum:
         raise BadInput(
             f"schedule.name {schedule.name} changes the optimizer's momentum, and optimizer.name "
             f"{optimizer.name} has none (no momentum above 0, no betas); set one, choose another "

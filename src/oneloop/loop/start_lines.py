@@ -105,7 +105,6 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
         f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule "
         f"{recipe.schedule.name}"
     )
-    yield from job.rate.notes
 
     # Evaluation.
     sets = [

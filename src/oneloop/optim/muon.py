@@ -10,13 +10,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.tensors import local
 from oneloop.optim.adamw import AdamWStep
-from oneloop.optim.matrix_rounds import Holders, Round, rounds
-from oneloop.optim.parameter_groups import Groups
+from oneloop.optim.holders import Holders
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -47,30 +45,10 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
     return hidden
 
 
-def _divided(groups: Groups, matrices: set[Tensor]) -> Groups:
-    """Divide each group into matrices for Muon, and the rest for AdamW."""
-    divided = []
-    for group in groups:
-        for muon in (True, False):
-            if members := [one for one in group["params"] if (one in matrices) is muon]:
-                divided.append({**group, "params": members, "muon": muon})
-    return divided
-
-
-def orthogonalized(matrix: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate the nearest orthogonal matrix by five Newton-Schulz iterations.
-
-    Args:
-        matrix: (rows, columns).
-        dtype: of the iterations; float32 means float32 or better.
-
-    Returns:
-        the orthogonal matrix, (rows, columns), in the dtype of ``matrix``.
-    """
-    x: Tensor = matrix.to(_iterated(dtype, matrix.dtype))
-    tall = x.shape[0] > x.shape[1]
-    if tall:  # the smaller of both Gram matrices
-        x = x.mT
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Approximate the nearest orthogonal matrix by five Newton-Schulz iterations, in its dtype."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.mT if tall else matrix  # the smaller of both Gram matrices
 
     # The iterations need a spectral norm of at most 1, which the Frobenius norm bounds.
     x = x / (torch.linalg.vector_norm(x) + 1e-7)
@@ -79,14 +57,7 @@ def orthogonalized(matrix: Tensor, *, dtype: torch.dtype = torch.float32) -> Ten
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    if tall:
-        x = x.mT
-    return x.to(matrix.dtype)
-
-
-def _iterated(asked: torch.dtype, own: torch.dtype) -> torch.dtype:
-    """Return the dtype of the iterations: ``asked``, where float32 means float32 or better."""
-    return torch.promote_types(asked, own) if asked is torch.float32 else asked
+    return x.mT if tall else x
 
 
 class Muon(AdamWStep):
@@ -134,12 +105,19 @@ class Muon(AdamWStep):
                 "muon needs momentum and betas in [0, 1) and eps >= 0; got "
                 f"momentum {momentum}, betas {betas}, eps {eps}"
             )
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.precision = precision
         self._replicas: dist.ProcessGroup | None = None
         if isinstance(model, DistributedDataParallel):
             self._replicas = model.process_group
         if model is not None:
-            params = _divided(params, hidden_matrices(model, adamw_for))
+            # Divide each group into matrices, and the rest for AdamW.
+            matrices = hidden_matrices(model, adamw_for)
+            divided = []
+            for group in params:
+                for muon in (True, False):
+                    members = [one for one in group["params"] if (one in matrices) is muon]
+                    divided.append({**group, "params": members, "muon": muon})
+            params = [group for group in divided if group["params"]]
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -172,40 +150,38 @@ class Muon(AdamWStep):
         # Only matrices of one dtype that the same ranks hold can share an exchange.
         alike: dict[Any, list[Tensor]] = {}
         for matrix in matrices:
-            key: tuple[Any, ...] = (matrix.dtype,)
-            if isinstance(matrix, DTensor):
-                key += (matrix.device_mesh, matrix.placements)
-            alike.setdefault(key, []).append(matrix)
+            mesh = getattr(matrix, "device_mesh", None)
+            placements = getattr(matrix, "placements", None)
+            alike.setdefault((matrix.dtype, mesh, placements), []).append(matrix)
+
+        # In each round, every rank works on at most one whole matrix. Those of a round have similar
+        # costs, because each round lasts as long as its most expensive matrix.
         for several in alike.values():
             holders = Holders(several[0], self._replicas)
-            for indices in rounds(tuple(map(_cost, several)), holders.ranks):
-                by_rank = [None if index is None else several[index] for index in indices]
-                self._update(holders, by_rank, matrices)
+            several.sort(key=_cost, reverse=True)
+            for start in range(0, len(several), holders.ranks):
+                self._update(holders, several[start : start + holders.ranks], matrices)
 
     def _update(
-        self, holders: Holders, by_rank: Round, groups: Mapping[Tensor, dict[str, Any]]
+        self, holders: Holders, by_rank: list[Tensor], groups: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Update the matrices of one round, one of each rank. Collective among their holders.
 
         ``groups``: the parameter group of each matrix."""
         # Every rank keeps the momentum of its shards of all matrices.
-        updates: Round = []
-        for matrix in by_rank:
-            updates.append(None if matrix is None else self._moved(matrix, groups[matrix]))
+        updates = [self._moved(matrix, groups[matrix]) for matrix in by_rank]
 
-        # Orthogonalize this rank's matrix, and share the result in the smaller dtype of weights
-        # and iterations, which holds every bit.
+        # Orthogonalize this rank's matrix, and share the result.
         whole = holders.gathered(by_rank, updates)
-        own = by_rank[holders.rank]
-        if own is not None:
-            whole = orthogonalized(whole.view(own.shape).flatten(1), dtype=self.dtype).flatten()
-        dtypes = (_iterated(self.dtype, whole.dtype), whole.dtype)
-        results = holders.scattered(by_rank, whole.to(min(dtypes, key=lambda one: one.itemsize)))
+        exact = torch.promote_types(whole.dtype, torch.float32)
+        whole = whole.to(torch.bfloat16 if self.precision == "bf16" else exact)
+        if holders.rank < len(by_rank):
+            rows = by_rank[holders.rank].shape[0]
+            whole = orthogonalized(whole.view(rows, -1)).flatten()
+        results = holders.scattered(by_rank, whole)
 
         # Update the weights. Updates have the size of AdamW's.
         for matrix, result in zip(by_rank, results, strict=True):
-            if matrix is None:
-                continue
             shard = local(matrix)
             keep = self._kept(shard)
             lr = groups[matrix]["lr"]

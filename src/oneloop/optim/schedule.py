@@ -11,7 +11,7 @@ passed as whole steps. Or it is a scheduler of torch or transformers, which take
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,39 +124,27 @@ class LearningRate:
 
     peak: float
     warmup: int  # steps
-    total: int  # steps of the schedule, with the warm-up
+    length: int  # steps of the schedule after the warm-up
     factor: Callable[..., float] | Scheduler  # the schedule
     options: Mapping[str, Any]  # of a function
     warmup_start: float | None = None  # factor at the first step of the warm-up
     warmup_offset: int = 0  # steps that are added to the divisor of the warm-up
-    notes: Sequence[str] = ()  # sentences for the user
 
     def __call__(self, step: int, *, reductions: int = 0) -> float:
+        if step < self.warmup and self.warmup_start is None:
+            return self.peak * ((step + 1) / (self.warmup + self.warmup_offset))
         if step < self.warmup:
-            return self.peak * self._warming_up(step)
-        if isinstance(self.factor, Scheduler):
-            return float(self.factor.at(self._since(step))["lr"])
+            start = self.warmup_start or 0.0
+            return self.peak * (start + (1.0 - start) * step / self.warmup)
         since = self._since(step)
-        if self.factor is plateau:
-            factor = plateau(since, self._length, **self.options, reductions=reductions)
-        else:
-            factor = self.factor(since, self._length, **self.options)
-        return self.peak * factor
-
-    def _warming_up(self, step: int) -> float:
-        """Return the factor at a step of the warm-up."""
-        if self.warmup_start is None:
-            return (step + 1) / (self.warmup + self.warmup_offset)
-        return self.warmup_start + (1.0 - self.warmup_start) * step / self.warmup
-
-    @property
-    def _length(self) -> int:
-        """Steps of the schedule after the warm-up."""
-        return max(1, self.total - self.warmup)
+        if isinstance(self.factor, Scheduler):
+            return float(self.factor.at(since)["lr"])
+        counted = {"reductions": reductions} if self.factor is plateau else {}
+        return self.peak * self.factor(since, self.length, **self.options, **counted)
 
     def _since(self, step: int) -> int:
         """Return the step of the schedule, which starts after the warm-up and may end early."""
-        return min(max(0, step - self.warmup), self._length)
+        return min(max(0, step - self.warmup), self.length)
 
     def momentum(self, step: int) -> float | None:
         """Return the momentum of the update from ``step``; None: the optimizer's own."""
@@ -189,7 +177,7 @@ def learning_rate(
     scale: Scale,
     total: int,
 ) -> LearningRate:
-    """Build the learning rate of a run, with all durations in steps.
+    """Build the learning rate of a run, with all durations in steps, rounded up.
 
     Args:
         factor: the schedule: a function, or a scheduler of torch or transformers.
@@ -218,54 +206,66 @@ def learning_rate(
         raise ValueError(
             f"schedule.warmup {warmup} is {steps} steps, and {whole} has {end}; shorten it"
         )
-    arguments: dict[str, Any] = _final(factor, final) | dict(options or {})
+
+    # Complete the arguments, and convert durations to steps.
+    parameters = inspect.signature(factor).parameters
+    arguments = dict(options or {})
+    if "final" in parameters:
+        arguments["final"] = final
+    elif final:
+        raise ValueError(
+            f"schedule.final {final:g} has no effect, because the schedule {factor.__name__} takes "
+            "no argument final; set schedule.final 0, or add this argument"
+        )
+    for name, parameter in parameters.items():
+        if parameter.default is not parameter.empty and name != "reductions":
+            arguments.setdefault(name, parameter.default)
+    durations = {name: value for name, value in arguments.items() if isinstance(value, Duration)}
+    for name, value in arguments.items():
+        arguments[name] = _in_steps(f"schedule.{name}", value, scale, total)
+    after_warmup = max(1, end - steps)
 
     # A scheduler takes an optimizer. It begins at the peak, or has a warm-up of its own.
-    if "optimizer" in inspect.signature(factor).parameters:
-        notes: list[str] = []
-        for name, value in arguments.items():
-            arguments[name] = _whole_steps(f"schedule.{name}", value, scale, total, notes)
-        scheduler = _scheduler(factor, arguments, peak, max(1, end - steps))
+    if "optimizer" in parameters:
+        scheduler = _scheduler(factor, arguments, peak, after_warmup)
         first = scheduler.at(0)["lr"]
         if steps and first != peak:
             raise ValueError(
                 f"schedule.warmup {warmup} has no effect with {factor.__name__}, which begins at "
                 f"{first:g} and has a warm-up of its own; remove schedule.warmup"
             )
-        return LearningRate(peak, steps, end, scheduler, {}, warmup_start, warmup_offset, notes)
+        return LearningRate(peak, steps, after_warmup, scheduler, {}, warmup_start, warmup_offset)
 
-    # Complete the options of a function, and convert the durations among them.
-    for name, parameter in inspect.signature(factor).parameters.items():
-        if parameter.default is not parameter.empty and name != "reductions":
-            arguments.setdefault(name, parameter.default)
-        value = arguments.get(name)
-        if isinstance(value, Duration):
-            key = f"schedule.{name}"
-            arguments[name] = value.steps(scale, total=total, key=key)
-            if arguments[name] > end - steps:
-                raise ValueError(
-                    f"{key} {value} is {arguments[name]} steps, and {whole} has {end - steps} "
-                    f"after a warm-up of {steps}; shorten one of them"
-                )
+    for name, duration in durations.items():
+        if arguments[name] > end - steps:
+            raise ValueError(
+                f"schedule.{name} {duration} is {arguments[name]} steps, and {whole} has "
+                f"{end - steps} after a warm-up of {steps}; shorten one of them"
+            )
 
     # Try it at both ends: a function may be anybody's.
-    rate = LearningRate(peak, steps, end, factor, arguments, warmup_start, warmup_offset)
-    _check(rate, steps)
-    _check(rate, total - 1)
+    rate = LearningRate(peak, steps, after_warmup, factor, arguments, warmup_start, warmup_offset)
+    for step in (steps, total - 1):
+        try:
+            value = float(rate(step))
+        except Exception as error:
+            raise ValueError(
+                f"schedule.name: the function failed at step {step}: {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        if not 0.0 <= value < math.inf:
+            raise ValueError(
+                f"schedule.name: the learning rate of step {step} would be {value:g}; a schedule "
+                "must return a finite factor that is not negative"
+            )
     return rate
 
 
-def _whole_steps(key: str, value: Any, scale: Scale, total: int, notes: list[str]) -> Any:
-    """Return an option, or a list, with durations in whole steps; note each one rounded up."""
+def _in_steps(key: str, value: Any, scale: Scale, total: int) -> Any:
+    """Return an argument, or a list of them, with durations in whole steps."""
     if isinstance(value, list | tuple):
-        return [_whole_steps(key, item, scale, total, notes) for item in value]
-    if not isinstance(value, Duration):
-        return value
-    exact = value.exact_steps(scale, total=total, key=key)
-    steps = math.ceil(exact)
-    if steps != exact:
-        notes.append(f"{key} {value} is {float(exact):.6g} steps, rounded up to {steps}")
-    return steps
+        return [_in_steps(key, item, scale, total) for item in value]
+    return value.steps(scale, total=total, key=key) if isinstance(value, Duration) else value
 
 
 def _scheduler(
@@ -289,60 +289,26 @@ def _scheduler(
             "plateau, with schedule.factor and schedule.patience"
         )
 
+    # Defaults count as left out, because the recipe was completed.
+    parameters = inspect.signature(kind).parameters
+    arguments = {}
+    for key, value in options.items():
+        if key not in parameters or value != parameters[key].default:
+            arguments[key] = value
+
     # The run has a peak and an end, unless the options give the end in another form.
     run = {"max_lr": peak, "T_max": total}
-    if options.get("epochs") is None:
+    if "epochs" not in arguments:
         run["total_steps"] = total
-    if options.get("num_stable_steps") is None:
+    if "num_stable_steps" not in arguments:
         run["num_training_steps"] = total
     if name == "PolynomialLR":
         run["total_iters"] = total
-    parameters = inspect.signature(kind).parameters
-    arguments = {key: value for key, value in run.items() if key in parameters}
-    for key, value in options.items():
-        if key in parameters and value == parameters[key].default:
-            continue  # left out; the recipe was completed
-        if key.startswith(("base_", "max_")) and isinstance(value, list):
-            raise ValueError(
-                f"schedule.{key} {value} is a list for parameter groups; give one number, and the "
-                "lr_factor of each group in optimizer.groups"
-            )
-        arguments[key] = value
+    for key in run.keys() & parameters.keys():
+        arguments.setdefault(key, run[key])
     try:
         return Scheduler(kind, arguments, peak)
     except Exception as error:
         raise ValueError(
             f"schedule.name {name} cannot be used: {error}; its arguments are keys (schedule.NAME)"
         ) from error
-
-
-def _final(factor: Callable[..., float], final: float) -> dict[str, Any]:
-    """Return the argument final, if a schedule takes it; raise ValueError if it has no effect."""
-    if "final" in inspect.signature(factor).parameters:
-        return {"final": final}
-    if final:
-        raise ValueError(
-            f"schedule.final {final:g} has no effect, because the schedule "
-            f"{getattr(factor, '__name__', factor)} takes no argument final; set schedule.final 0, "
-            "or add this argument"
-        )
-    return {}
-
-
-def _check(rate: LearningRate, step: int) -> None:
-    """Raise ValueError if a schedule returns no rate at this step."""
-    try:
-        value = float(rate(step))
-    except ValueError:
-        raise
-    except OverflowError:
-        value = math.inf
-    except Exception as error:
-        raise ValueError(
-            f"schedule.name: the function failed at step {step}: {type(error).__name__}: {error}"
-        ) from error
-    if not 0.0 <= value < math.inf:
-        raise ValueError(
-            f"schedule.name: the learning rate of step {step} would be {value:g}; a schedule must "
-            "return a finite factor that is not negative"
-        )

@@ -1,10 +1,7 @@
-"""Divide the matrices of an optimizer among the ranks that hold them.
+"""The ranks that hold a matrix, and how they exchange it.
 
-A step has rounds: in each one, every rank works on at most one whole matrix.
+A step of Muon has rounds: in each one, every rank works on at most one whole matrix.
 """
-
-from functools import cache
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -12,28 +9,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.tensors import local
-
-Round = list[Tensor | None]  # the matrix of each rank
-
-
-@cache
-def rounds(costs: tuple[int, ...], ranks: int) -> list[tuple[int | None, ...]]:
-    """Return, for each round, the index of each rank's matrix (None: it has no matrix).
-
-    The most expensive matrices come first, each on the rank with the least work so far. So every
-    rank gets the same answer.
-
-    Args:
-        costs: cost of each matrix.
-        ranks: number of ranks.
-    """
-    queues: list[list[int]] = [[] for _ in range(ranks)]
-    work = [0] * ranks
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        rank = work.index(min(work))
-        queues[rank].append(index)
-        work[rank] += costs[index]
-    return list(zip_longest(*queues))
 
 
 class Holders:
@@ -67,20 +42,20 @@ class Holders:
         self.ranks = self._group.size() if self._group is not None else 1
         self.rank = self._group.rank() if self._group is not None else 0
 
-    def gathered(self, matrices: Round, tensors: Round) -> Tensor:
+    def gathered(self, matrices: list[Tensor], shards: list[Tensor]) -> Tensor:
         """Return the whole tensor of this rank's matrix, flat; empty if it has none. Collective.
 
         Args:
-            matrices: of a round.
-            tensors: this rank's shards of a tensor for each matrix.
+            matrices: of a round: the first one is of rank 0.
+            shards: this rank's shards of a tensor for each matrix.
         """
-        flat = [tensor.flatten() for tensor in tensors if tensor is not None]
         if self._sharded:
-            return self._exchanged(torch.cat(flat), *self._lengths(matrices))
-        own = tensors[self.rank]
-        return flat[0].new_empty(0) if own is None else own.flatten()
+            flat = torch.cat([shard.flatten() for shard in shards])
+            return self._exchanged(flat, *self._lengths(matrices))
+        own = shards[self.rank : self.rank + 1]
+        return own[0].flatten() if own else shards[0].new_empty(0)
 
-    def scattered(self, matrices: Round, whole: Tensor) -> list[Tensor]:
+    def scattered(self, matrices: list[Tensor], whole: Tensor) -> list[Tensor]:
         """Return this rank's shards of the results of all ranks, flat. Collective.
 
         Args:
@@ -89,26 +64,25 @@ class Holders:
         """
         if self._sharded:
             sent, received = self._lengths(matrices)
-            return [*self._exchanged(whole, received, sent).split(sent)]
-        parts = []
+            parts = self._exchanged(whole, received, sent).split(sent)
+            return [*parts[: len(matrices)]]
+        results = []
         for rank, matrix in enumerate(matrices):
-            part = whole
-            if matrix is not None and rank != self.rank:
-                part = whole.new_empty(matrix.numel())
-            if matrix is not None and self.ranks > 1:
-                dist.broadcast(part, group=self._group, group_src=rank)
-            parts.append(part)
-        return parts
+            result = whole if rank == self.rank else whole.new_empty(matrix.numel())
+            if self._group is not None:
+                dist.broadcast(result, group=self._group, group_src=rank)
+            results.append(result)
+        return results
 
-    def _lengths(self, matrices: Round) -> tuple[list[int], list[int]]:
+    def _lengths(self, matrices: list[Tensor]) -> tuple[list[int], list[int]]:
         """Return the number of elements for each rank, and from each rank, to gather matrices."""
-        sent = [0 if matrix is None else local(matrix).numel() for matrix in matrices]
-        own = matrices[self.rank]
-        if own is None:
+        sent = [local(matrix).numel() for matrix in matrices]
+        sent += [0] * (self.ranks - len(matrices))
+        if self.rank >= len(matrices):
             return sent, [0] * self.ranks
-        rows = own.shape[0]
+        rows = matrices[self.rank].shape[0]
         most = -(-rows // self.ranks)  # rows of a shard; the last ones have fewer
-        columns = own.numel() // rows
+        columns = matrices[self.rank].numel() // rows
         held = [columns * min(most, max(0, rows - most * rank)) for rank in range(self.ranks)]
         return sent, held
 
