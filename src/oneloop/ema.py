@@ -30,7 +30,7 @@ from oneloop.basics.tensors import as_real, local, reshard
 _RAMP = 0.05
 """limit of the half-life, as a share of the training so far (Karras et al. 2022), so that the
 initial weights are forgotten quickly"""
-_COUNTERS = ("seen", "due", "updates", "calls")
+_COUNTERS = ("seen", "due", "calls")
 """attributes of an EMA that a checkpoint stores"""
 
 
@@ -107,14 +107,15 @@ class EMASettings:
             raise ValueError(
                 f"an EMA warms up with a decay and every = 1 only, got {self.decay}, {self.every}"
             )
+        if self.buffers and self.device is not None:
+            raise ValueError(f"an EMA on device {self.device} cannot average buffers")
 
-    def kept(self, *, amount: float, seen: float, updates: int, calls: int) -> float:
+    def kept(self, *, amount: float, seen: float, calls: int) -> float:
         """Return the share of the average that a computation keeps.
 
         Args:
             amount: trained since the last computation.
             seen: amount of the whole training.
-            updates: number of updates since the last computation.
             calls: number of all updates.
         """
         if self.half_life is not None:
@@ -126,7 +127,7 @@ class EMASettings:
         if self.start is not None and since <= 0:
             return 0.0
         if not self.warmup_power:
-            return float(self.decay**updates)
+            return float(self.decay**self.every)
         limit = 1.0 - float((1.0 + max(since, 0) / self.warmup_gamma) ** -self.warmup_power)
         return min(self.decay, limit)
 
@@ -151,30 +152,37 @@ class EMA:
         self.name = settings.name
         self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
         self.due = 0.0  # amount since the last computation
-        self.updates = 0  # calls of :meth:`update` since the last computation
-        self.calls = 0  # calls so far
-
-        # All averages, sharded as the parameters; and this rank's shards, in lists for fused
-        # operations. Uneven shards may be empty.
-        self._averages: dict[str, Tensor] = {}
-        self._names: list[str] = []
-        self._mine: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self.calls = 0  # calls of :meth:`update` so far
 
         # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.
         self._model = model
         reshard(self._model)
+        averaged: dict[str, Tensor] = {}
         for full_name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                average = _new(parameter, settings.device)
-                self._add(bare_name(full_name), average)
-                if local(average).numel():
-                    self._weights.append(local(parameter).detach())
+                averaged[bare_name(full_name)] = parameter
+        self._weights = [local(parameter).detach() for parameter in averaged.values()]
 
         # Buffers are looked up at each use: a forward may replace them.
         self._owners: list[tuple[nn.Module, str]] = []
-        if settings.buffers:
-            self._add_buffers(model)
+        for full_name, buffer in model.named_buffers() if settings.buffers else ():
+            path, _, key = full_name.rpartition(".")
+            owner = model.get_submodule(path)
+            # One byte holds a quantized number, or a boolean.
+            is_number = buffer.is_floating_point() and buffer.element_size() > 1
+            if is_number and buffer.numel() and key not in owner._non_persistent_buffers_set:
+                averaged[bare_name(full_name)] = buffer
+                self._owners.append((owner, key))
+        if settings.buffers and not self._owners:
+            raise ValueError(
+                "the model has no persistent floating-point buffers, so ema.buffers true has no "
+                "effect; remove it"
+            )
+
+        # All averages, sharded as the parameters; and this rank's shards, which may be empty, in a
+        # list for fused operations.
+        self._averages = {name: _new(tensor, settings.device) for name, tensor in averaged.items()}
+        self._mine = [local(average) for average in self._averages.values()]
         pairs = zip(self._mine, self._current(), strict=True)
         self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
 
@@ -182,30 +190,6 @@ class EMA:
         if settings.device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
             self._away = HostCopies(self._weights, optimizer)
         self.restart()
-
-    def _add(self, name: str, average: Tensor) -> None:
-        self._averages[name] = average
-        if local(average).numel():
-            self._names.append(name)
-            self._mine.append(local(average))
-
-    def _add_buffers(self, model: nn.Module) -> None:
-        """Average the persistent floating-point buffers, too."""
-        if self.settings.device is not None:
-            raise ValueError(f"an EMA on device {self.settings.device} cannot average buffers")
-        for full_name, buffer in model.named_buffers():
-            path, _, key = full_name.rpartition(".")
-            owner = model.get_submodule(path)
-            # One byte holds a quantized number, or a boolean.
-            averaged = buffer.is_floating_point() and buffer.element_size() > 1
-            if averaged and buffer.numel() and key not in owner._non_persistent_buffers_set:
-                self._add(bare_name(full_name), _new(buffer, None))
-                self._owners.append((owner, key))
-        if not self._owners:
-            raise ValueError(
-                "the model has no persistent floating-point buffers, so ema.buffers true has no "
-                "effect; remove it"
-            )
 
     def _current(self) -> list[Tensor]:
         """Return the weights, and the buffers if they are averaged, that belong to the average."""
@@ -221,7 +205,7 @@ class EMA:
     def begin(self, names: Collection[str]) -> None:
         """Reset the average of these tensors (names of :meth:`tensors`) to the current weights."""
         before_change()
-        for name, mine, weight in zip(self._names, self._mine, self._current(), strict=True):
+        for name, mine, weight in zip(self._averages, self._mine, self._current(), strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
 
@@ -230,25 +214,17 @@ class EMA:
         """Update with the weights after an optimizer step.
 
         ``amount``: samples (or tokens) of the step, over all processes."""
-        if not hasattr(amount, "__float__"):
-            raise TypeError(
-                f"ema.update takes a number of samples (batch_size), got {type(amount).__name__}"
-            )
         self.due += amount
         self.seen += amount
-        self.updates += 1
         self.calls += 1
-        if self.updates < self.settings.every:
+        if self.calls % self.settings.every:
             return
-        keep = self.settings.kept(
-            amount=self.due, seen=self.seen, updates=self.updates, calls=self.calls
-        )
+        keep = self.settings.kept(amount=self.due, seen=self.seen, calls=self.calls)
         self.due = 0.0
-        self.updates = 0
         # On the host, the average follows in a thread.
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
-        elif self._mine:  # else this rank has no shard
+        elif self._mine:
             before_change()
             average_(self._mine, self._current(), keep, cast=self._cast)
 

@@ -148,7 +148,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         optimizer,
         device=run.device,
         scaler=accelerator.scaler,
-        policy=job.policy,
+        sigma=job.recipe.guard.sigma,
         total=gradients.total,
     )
 
@@ -175,7 +175,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         return outcome
 
     # Save a first checkpoint, if bad steps rewind to one. No step may be pending at a save.
-    if job.policy.rewinds and not state.resumed:
+    if job.recipe.guard.nonfinite == "rewind" and not state.resumed:
         upkeep.save()
 
     # Make up for an evaluation that a stop prevented. Another stop may prevent it again.

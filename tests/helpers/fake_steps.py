@@ -94,7 +94,7 @@ class FakeSteps:
             self.optimizer,
             device=run.device,
             scaler=run.accelerator.scaler,
-            policy=job.policy,
+            sigma=job.recipe.guard.sigma,
             total=self.gradients.total,
         )
         self.meter = Meter(

@@ -21,7 +21,7 @@ from oneloop.basics.tensors import Planned
 from oneloop.data.step_batches import to_device
 from oneloop.machine.recompute import _keeps
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.optim.bad_step_policy import Fault, Policy
+from oneloop.optim.bad_step_policy import Fault
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
@@ -79,7 +79,7 @@ NO_ATTENTION = ("digits", "images", "bf16 parameters", "clip", "siglip", "supcon
 
 FLOAT64_OF_STEPS = {
     "unscale": "torch's GradScaler inverts the loss scale, a number",
-    "fault_value": "the window of losses and norms is compared over hundreds of steps",
+    "_spike": "the window of losses and norms is compared over hundreds of steps",
     "measure/meter.py": "named metrics are summed over the steps of a log line",
     "basics/exact_sums.py": "batch.grain sums without rounding",
     "optim/adamw.py": "batch.grain computes the bias corrections as torch does on the host",
@@ -305,7 +305,7 @@ def test_fp16_reads_only_for_an_optimizer_that_does_not_take_the_flag(fused):
         model = run.prepare(on_cuda(nn.Linear(4, 4)))
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         scaler = run.accelerator.scaler
-        guard = Guard(optimizer, device=CUDA, scaler=scaler, policy=Policy(sigma=6.0))
+        guard = Guard(optimizer, device=CUDA, scaler=scaler, sigma=6.0)
         run.accelerator.backward(model(torch.ones(2, 4, device=CUDA)).sum())
         guard.unscale()
         seen.clear()

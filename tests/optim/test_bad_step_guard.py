@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.optim.bad_step_policy import Fault, Policy
+from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
 from oneloop.optim.optimizers import adamw, build, muon, sgd
 from tiny import backward, three_layers
@@ -95,8 +95,7 @@ def test_a_step_with_a_loss_scale_needs_unscale():
 def scaled_steps(optimizer, net, factors, **options):
     """Return the fault and the loss scale after each step; the loss is multiplied by a factor."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=3, **options)
-    policy = Policy("skip", sigma=6.0)
-    guard = Guard(optimizer, device=torch.device("cpu"), scaler=scaler, policy=policy)
+    guard = Guard(optimizer, device=torch.device("cpu"), scaler=scaler, sigma=6.0)
     found = []
     for factor in factors:
         net.zero_grad()

@@ -12,8 +12,8 @@ import torch
 
 from oneloop.checkpoint.store import Store
 from oneloop.data.order import Order
-from oneloop.optim.bad_step_guard import Guard, Window
-from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
+from oneloop.optim.bad_step_guard import Guard
+from oneloop.optim.bad_step_policy import BadSteps, Fault
 from slow_cases import with_slow
 from worlds import run, timeless, train
 
@@ -345,7 +345,7 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     run(_in_a_short_window, words, ranks=ranks, config=config, folder=tmp_path).ok()
     _, _, events = left(tmp_path / "a")
     assert [event["event"] for event in events] == ["skip"] * len(events) and len(events) >= 4
-    assert all(5 in event["ids"] and "100 deviations" in event["why"] for event in events)
+    assert all(5 in event["ids"] and "guard.sigma deviations" in event["why"] for event in events)
     # the first spike comes when the window has just filled
     assert windows(5, "skip")[4] == 5 * BATCH == 40
 
@@ -432,7 +432,7 @@ def test_what_is_not_finite_is_no_spike(bad, scaled, monkeypatch):
         optimizer,
         device=torch.device("cpu"),
         scaler=scaler,
-        policy=Policy("skip", sigma=6),
+        sigma=6,
     )
     for loss in (1.0, 1.1, 0.9, bad, 1.0, 50.0):
         value = net(torch.ones(1, 2)).sum() * loss
@@ -452,32 +452,41 @@ def test_what_is_not_finite_is_no_spike(bad, scaled, monkeypatch):
             assert fault is (Fault.SPIKE if loss == 50.0 else Fault.NONE)
 
 
-def test_the_window_is_mean_and_deviation_of_what_was_taken():
-    window = Window(4, 3.0, device=torch.device("cpu"))
-    yes = torch.tensor(True)
+def test_the_window_is_mean_and_deviation_of_what_was_taken(monkeypatch):
+    monkeypatch.setattr("oneloop.optim.bad_step_guard.WINDOW", 4)
+
+    def fault_of(guard: Guard, value: float) -> Fault:
+        guard.step(torch.tensor(value))
+        return guard.resolve().fault
+
+    def make() -> Guard:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        return Guard(optimizer, device=torch.device("cpu"), sigma=3.0)
+
+    guard = make()
     values = [1.0, 2.0, 3.0, 2.0]
-    assert [float(window.fault_value(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
+    assert [fault_of(guard, value) for value in values] == [Fault.NONE] * 4
     bound = np.mean(values) + 3 * np.std(values, ddof=1)
     # is not added to the window
-    assert float(window.fault_value(torch.tensor([bound + 0.01]), known=yes)) == 2.0
+    assert fault_of(guard, bound + 0.01) is Fault.SPIKE
     # is added in place of the oldest
-    assert float(window.fault_value(torch.tensor([bound - 0.01]), known=yes)) == 0.0
-    again = Window(4, 3.0, device=torch.device("cpu"))
-    again.load_state_dict(json.loads(json.dumps(window.state_dict())))
-    kept = [bound - 0.01, 2.0, 3.0, 2.0]
-    for one in (window, again):
-        limit = np.float32(np.mean(kept) + 3 * np.std(kept, ddof=1))
-        assert float(one.fault_value(torch.tensor([limit + 0.01]), known=yes)) == 2.0
+    assert fault_of(guard, bound - 0.01) is Fault.NONE
+    again = make()
+    again.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    window = [bound - 0.01, 2.0, 3.0, 2.0]
+    for one in (guard, again):
+        limit = np.float32(np.mean(window) + 3 * np.std(window, ddof=1))
+        assert fault_of(one, limit + 0.01) is Fault.SPIKE
 
 
 def test_what_ends_a_row():
-    mixed = BadSteps(Policy("rewind", sigma=6), 2)
+    mixed = BadSteps("rewind", 2)
     for _ in range(9):  # spikes far apart, under a policy that rewinds for non-finite losses
         assert mixed.answer(Fault.SPIKE)[0] == "skip"
         mixed.accepted()
-    skipping, rewinding = BadSteps(Policy("skip"), 2), BadSteps(Policy("rewind"), 2)
+    skipping, rewinding = BadSteps("skip", 2), BadSteps("rewind", 2)
     for bad in (skipping, rewinding):
-        assert [bad.answer(Fault.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2
+        assert [bad.answer(Fault.NONFINITE)[0] for _ in range(2)] == [bad.nonfinite] * 2
         bad.accepted()
     assert (
         skipping.answer(Fault.NONFINITE)[0] == "skip"

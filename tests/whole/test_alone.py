@@ -101,14 +101,14 @@ def test_norm_clip_and_guard_in_a_plain_loop():
 def test_the_guard_of_a_prepared_optimizer_keeps_bad_gradients_out():
     """accelerate wraps an optimizer: a flag that is set on the wrapper has no effect."""
     from oneloop.optim.bad_step_guard import Guard
-    from oneloop.optim.bad_step_policy import Fault, Policy
+    from oneloop.optim.bad_step_policy import Fault
     from oneloop.optim.clip import global_norm
 
     accelerator = Accelerator()
     model = nn.Linear(3, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
-    guard = Guard(optimizer, device=accelerator.device, policy=Policy(nonfinite="skip"))
+    guard = Guard(optimizer, device=accelerator.device)
     accelerator.backward(model(torch.full((4, 3), torch.nan)).sum())
     guard.step(global_norm(model.parameters()))
     assert guard.resolve().fault is Fault.NONFINITE and torch.isfinite(model.weight).all()
@@ -287,14 +287,14 @@ def test_stragglers_in_a_plain_loop():
 
 def test_policy_and_guard_skip_in_a_plain_loop():
     from oneloop.optim.bad_step_guard import Guard
-    from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
+    from oneloop.optim.bad_step_policy import BadSteps, Fault
     from oneloop.optim.clip import global_norm
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-    guard = Guard(optimizer, device=accelerator.device, policy=Policy(nonfinite="skip"))
-    bad, faults = BadSteps(Policy(nonfinite="skip"), patience=3), []
+    guard = Guard(optimizer, device=accelerator.device)
+    bad, faults = BadSteps("skip", patience=3), []
     for x in (1.0, float("nan"), 1.0):
         accelerator.backward(model(torch.full((4, 3), x)).sum())
         guard.step(global_norm(model.parameters()))

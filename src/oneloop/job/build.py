@@ -21,7 +21,6 @@ from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import Tried, optimizer_of
 from oneloop.job.task import larger_is_better, make_task, reject_skips
-from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.generated import check_generates
@@ -155,11 +154,6 @@ class Job:
     def exact(self) -> bool:
         """Whether the run must be bit-identical on every parallel layout (``batch.grain``)."""
         return self.layout.grain is not None
-
-    @property
-    def policy(self) -> Policy:
-        guard = self.recipe.guard
-        return Policy(guard.nonfinite, guard.sigma)
 
 
 def build_job(

@@ -51,7 +51,8 @@ class Upkeep:
         self._gradients = gradients
         self._checks = checks
         self._batches = batches
-        self._bad_steps = BadSteps(job.policy, job.recipe.guard.patience)
+        guard = job.recipe.guard
+        self._bad_steps = BadSteps(guard.nonfinite, guard.patience)
         host = os.environ.get(HOST) or socket.gethostname()
         self._stragglers = Stragglers(state.run.gathered(host))
 

@@ -58,50 +58,30 @@ _SWITCHES: dict[str, Any] = {
     "mkldnn.rnn": _BACKENDS.mkldnn.rnn,
 }
 """torch's switches of float32 precision; the first two decide for others that are "none" """
-_CHOSEN_BY_TORCH = {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
-"""defaults of torch other than "none", which means IEEE"""
-
-
-def _float32_switches() -> dict[str, str]:
-    return {name: switch.fp32_precision for name, switch in _SWITCHES.items()}
 
 
 def float32_products(
     precision: Literal["highest", "high", "medium"], *, benchmark: bool = False
-) -> str | None:
+) -> None:
     """Set the precision of float32 products and convolutions, whatever was set before.
 
     Args:
         precision: ``highest``: IEEE. The others: TF32, which rounds to 1e-3. torch's own default
             for convolutions is TF32.
         benchmark: cuDNN times its algorithms for every shape, and uses the fastest.
-
-    Returns:
-        A line for the log if this changes what a program has set before; else None.
     """
-    before = _float32_switches()
     for switch in _SWITCHES.values():
         switch.fp32_precision = "none"
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
-    # Which of the switches had been set by a program, to another value?
-    replaced = []
-    for name, value in _float32_switches().items():
-        same = {before[name], value} <= {"none", "ieee"} or before[name] == value
-        if not same and before[name] != _CHOSEN_BY_TORCH.get(name, "none"):
-            replaced.append(f"{name} {before[name]}")
-    if not replaced:
-        return None
-    return f"machine.matmul {precision} replaces torch's fp32_precision of {', '.join(replaced)}"
-
 
 @contextmanager
 def float32_restored() -> Iterator[None]:
     """Restore torch's precision of float32 products at the end of this context."""
     # torch cannot read an older setting, if a switch contradicts it.
-    held = _float32_switches()
+    held = {name: switch.fp32_precision for name, switch in _SWITCHES.items()}
     products = "highest"
     tf32 = True
     with suppress(RuntimeError):

@@ -2,7 +2,7 @@
 
 A step is bad if its loss or gradient is not finite, or spikes.
 
->>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
+>>> guard = Guard(optimizer, device=device)
 >>> contagious(loss).backward()
 >>> before = guard.resolve()                     # the previous step, with its fault if it was bad
 >>> guard.step(global_norm(parameters))
@@ -20,7 +20,7 @@ from oneloop.basics.device_flag import DeviceFlag
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
-from oneloop.optim.bad_step_policy import Fault, Policy
+from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.elementwise import has_fused_kernels
 
 _SMALLEST_SCALE = 2.0**-10
@@ -63,7 +63,8 @@ class Guard:
         optimizer: of the sharded or whole parameters; accelerate may have prepared it.
         device: device of the parameters.
         scaler: GradScaler of fp16, or None.
-        policy: defines bad steps.
+        sigma: threshold of a spike: standard deviations of loss or gradient norm above the mean of
+            the last 100 steps (0: off).
         total: sums a 0-dim tensor over the ranks; required to find spikes of the loss. (One
             process: identity.)
     """
@@ -74,7 +75,7 @@ class Guard:
         *,
         device: torch.device,
         scaler: Any = None,
-        policy: Policy = Policy(),
+        sigma: float = 0.0,
         total: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
         optimizer = plain_optimizer(optimizer)
@@ -84,9 +85,14 @@ class Guard:
         fused = all(group.get("fused") and has_fused_kernels(group) for group in groups)
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
-        self._window = Window(WINDOW, policy.sigma, device=device) if policy.sigma else None
         self._fault_copy = DeviceFlag(device)
         self._pending: Step | None = None
+
+        # The last norms and losses, on the device.
+        self._sigma = sigma
+        self._window = torch.zeros(2, WINDOW, dtype=wide_dtype(device), device=device)
+        self._indices = torch.arange(WINDOW, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def pending(self) -> bool:
@@ -119,13 +125,13 @@ class Guard:
             bad = (norm.detach() * 0).ne(0).to(torch.float32)  # 1 if it is not finite
         else:
             bad = self._overflow()
-        if self._window is not None:
+        if self._sigma:
             # Collective: the mean loss of all ranks.
             values = norm.detach().reshape(1)
             if loss is not None:
                 mean = self._total(loss.detach() / weight)
                 values = torch.stack([norm.to(mean.dtype), mean])
-            bad = torch.maximum(bad, self._window.fault_value(values, known=bad == 0))
+            bad = torch.maximum(bad, self._spike(values, bad == 0))
 
         fault = Fault.NONE
         if self._on_device:
@@ -172,66 +178,41 @@ class Guard:
         large = self.scaler._get_scale_async() >= _SMALLEST_SCALE
         return found * torch.where(large, Fault.RESCALED.value, Fault.NONFINITE.value)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the window as plain data (host sync); empty without one."""
-        return self._window.state_dict() if self._window else {}
+    def _spike(self, values: Tensor, good: Tensor) -> Tensor:
+        """Return the value of the :class:`Fault`, 0-dim, without a host sync.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending = None
-        if self._window and state:
-            self._window.load_state_dict(state)
-
-
-class Window:
-    """The last losses and gradient norms, on the device; detects values far above them.
-
-    Args:
-        length: number of steps; nothing is a spike until they are known.
-        sigma: standard deviations above the mean from which on a value is a spike.
-        device: of the values.
-    """
-
-    def __init__(self, length: int, sigma: float, *, device: torch.device) -> None:
-        self.length = length
-        self.sigma = sigma
-        self._values = torch.zeros(2, length, dtype=wide_dtype(device), device=device)
-        self._indices = torch.arange(length, device=device)
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
-
-    def fault_value(self, values: Tensor, *, known: Tensor) -> Tensor:
-        """Return the value of the :class:`Fault`, 0-dim.
-
-        It is 1 if a value is not finite, 2 if one is more than ``sigma`` deviations above the mean,
-        else 0.
+        It is 1 if a value is not finite, 2 if one is more than ``sigma`` deviations above the mean
+        of the window, which must be full, else 0.
 
         Args:
             values: one or two numbers, the norm and the loss. They join the window unless they
                 spike.
-            known: 0-dim, whether the step is good so far. Else they are not compared, and do not
+            good: 0-dim, whether the step is good so far. Else they are not compared, and do not
                 join.
         """
-        # No host sync: all decisions are tensors.
         finite = torch.isfinite(values).all()
-        known = known & finite
-        values = values.to(self._values.dtype)
-        kept = self._values[: len(values)]
-        deviation, mean = torch.std_mean(kept, dim=1)
-        above = (values > mean + self.sigma * deviation).any()
-        spike = known & above & (self._count >= self.length)
+        good = good & finite
+        values = values.to(self._window.dtype)
+        window = self._window[: len(values)]
+        deviation, mean = torch.std_mean(window, dim=1)
+        above = (values > mean + self._sigma * deviation).any()
+        spike = good & above & (self._count >= len(self._indices))
 
         # Overwrite the oldest values.
-        joins = known & ~spike
-        here = (self._indices == self._count % self.length) & joins
-        self._values[: len(values)] = torch.where(here, values[:, None], kept)
+        joins = good & ~spike
+        oldest = (self._indices == self._count % len(self._indices)) & joins
+        window.copy_(torch.where(oldest, values[:, None], window))
         self._count += joins
         return torch.where(finite, 2.0 * spike, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window as plain data; host sync."""
-        return {"values": self._values.tolist(), "count": int(self._count.item())}
+        """Return the window as plain data (host sync); empty if spikes are not detected."""
+        if not self._sigma:
+            return {}
+        return {"values": self._window.tolist(), "count": int(self._count.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        values = torch.tensor(state["values"], dtype=self._values.dtype)
-        if values.shape == self._values.shape:  # a window of another length starts empty
-            self._values.copy_(values)
+        self._pending = None
+        if self._sigma and state:
+            self._window.copy_(torch.tensor(state["values"], dtype=self._window.dtype))
             self._count.fill_(state["count"])

@@ -1,8 +1,7 @@
-"""The policy for bad steps: which steps are bad, and what the run does then."""
+"""The policy for bad steps: what the run does after a step that did not change the weights."""
 
 import enum
 from collections import Counter
-from dataclasses import dataclass
 from typing import Literal
 
 Action = Literal["stop", "skip", "rewind"]
@@ -25,22 +24,6 @@ class Outcome(enum.Enum):
     REWOUND = enum.auto()  # the last checkpoint was restored; the samples since are not trained on
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Which steps are bad, and what follows. The step of a spike is always skipped."""
-
-    nonfinite: Action = "stop"
-    """action if the gradient is not finite"""
-    sigma: float = 0.0
-    """threshold of a spike: standard deviations of loss or gradient norm above the mean of the
-    last 100 steps (0: off)"""
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether a bad step may restore the last checkpoint."""
-        return self.nonfinite == "rewind"
-
-
 class BadSteps:
     """Chooses the action for each bad step, and counts bad steps in a row.
 
@@ -48,12 +31,12 @@ class BadSteps:
     each rewind repeats accepted steps.
 
     Args:
-        policy: defines the actions.
+        nonfinite: action if the gradient is not finite. A spike is always skipped.
         patience: bad steps in a row that do not end the run.
     """
 
-    def __init__(self, policy: Policy, patience: int) -> None:
-        self.policy = policy
+    def __init__(self, nonfinite: Action, patience: int) -> None:
+        self.nonfinite = nonfinite
         self.patience = patience
         self._in_a_row: Counter[Action] = Counter()
 
@@ -67,11 +50,11 @@ class BadSteps:
 
     def answer(self, fault: Fault) -> tuple[Action, str]:
         """Count one more bad step; return the action, and the reason as text."""
-        action = self.policy.nonfinite
+        action = self.nonfinite
         why = "the gradient is not finite"
         if fault is Fault.SPIKE:
             action = "skip"
-            why = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
+            why = "loss or gradient norm is guard.sigma deviations above those before"
 
         # Too many in a row end the run.
         self._in_a_row[action] += 1

@@ -178,9 +178,7 @@ def _prepared(recipe: Recipe, run: Run) -> Job:
     Raise BadInput on every rank.
     """
     machine = recipe.machine
-    replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
-    if replaced:
-        run.display.say(replaced)
+    float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
     micro = None
     if isinstance(recipe.batch.micro, str):
         with run.setting_up():

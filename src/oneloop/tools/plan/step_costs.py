@@ -112,15 +112,15 @@ class StepCosts:
             )
 
         # A guard that reads the window's value on the host cannot be planned.
-        policy = job.policy
+        sigma = job.recipe.guard.sigma
         on_device = all(group.get("fused") for group in self.optimizer.param_groups)
         if mode is not None and not on_device:
-            policy = replace(policy, sigma=0.0)
+            sigma = 0.0
         self._guard = Guard(
             self.optimizer,
             device=run.device,
             scaler=run.accelerator.scaler,
-            policy=policy,
+            sigma=sigma,
             total=self._gradients.total,
         )
 
