@@ -129,7 +129,9 @@ def test_every_other_pattern_overrides_the_defaults(first):
     ]
 
     # Other patterns that match everything are no defaults.
-    with pytest.raises(ValueError, match=r"'\?\*' and 'head' both take head.weight, and disagree"):
+    with pytest.raises(
+        ValueError, match="'head' and an earlier pattern both take head.weight, and"
+    ):
         chosen(model, {"?*": {"freeze": True}, "head": {"freeze": False}})
 
 
@@ -140,7 +142,7 @@ BAD = {
     ),
     "two that disagree": (
         {"head": {"lr_factor": 1}, "*.weight": {"lr_factor": 2}},
-        "'head' and '*.weight' both take head.weight, and disagree on lr_factor (1.0 and 2.0)",
+        "'*.weight' and an earlier pattern both take head.weight, and disagree on lr_factor",
     ),
     "all frozen": ({"*": {"freeze": True}}, "optimizer.groups freezes all parameters"),
     "no setting": ({"head": {}}, "a pattern without a setting"),

@@ -211,14 +211,16 @@ def _adapt_to_machine(
         notes.append("convolutions run channels last")
 
     # Activation checkpointing.
-    budget = None
     if machine.recompute != "none" or machine.offload:
-        from oneloop.machine.recompute import parsed, recompute
+        from oneloop.machine.recompute import recompute
 
-        kind, share = parsed(machine.recompute)
         number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
-        if kind == "budget":
-            budget = share
+        if machine.recompute.startswith("budget"):
+            if machine.compile == "none":
+                raise ValueError(
+                    "recompute budget requires machine.compile regional or whole; or set recompute "
+                    "selective"
+                )
             notes.append(
                 f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller "
                 "share may have a higher peak (pytorch #197838), so measure several"
@@ -233,7 +235,6 @@ def _adapt_to_machine(
         mode=machine.compile_mode,
         names=machine.blocks,
         sharded=sharded,
-        budget=budget,
     )
     if number:
         unit = "blocks" if machine.compile == "regional" else "model"

@@ -13,7 +13,6 @@ module is compiled once more, for dynamic shapes.
 from collections.abc import Sequence
 
 import torch
-import torch._functorch.config
 from torch import nn
 
 from oneloop.machine.blocks import blocks
@@ -32,7 +31,6 @@ def compile_(
     mode: str = "default",
     names: Sequence[str] = (),
     sharded: bool = False,
-    budget: float | None = None,
     backend: str = "inductor",
 ) -> int:
     """Compile ``model`` in place; the compilation itself happens at the first call.
@@ -46,22 +44,16 @@ def compile_(
             max-autotune-no-cudagraphs.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
         sharded: whether FSDP2 will shard the model.
-        budget: share of the activations that the compiler keeps (``recompute budget:SHARE``).
         backend: of torch.compile.
 
     Returns:
         the number of compiled modules.
 
     Raises:
-        ValueError: the model has no blocks, ``whole`` is set and FSDP2 would shard the model block
-            by block, or a ``budget`` is set and nothing is compiled.
+        ValueError: the model has no blocks, or ``whole`` is set and FSDP2 would shard the model
+            block by block.
     """
     if scope == "none":
-        if budget is not None:
-            raise ValueError(
-                "recompute budget requires machine.compile regional or whole; or set recompute "
-                "selective"
-            )
         return 0
     # Check what can be compiled.
     layers = blocks(model, names)
@@ -80,8 +72,6 @@ def compile_(
     from torch._dynamo import config  # takes a second
 
     config.recompile_limit = max(_MOST, config.recompile_limit)
-    if budget is not None:
-        torch._functorch.config.activation_memory_budget = budget
     # CUDA graphs reuse their memory from one forward to the next
     if mode in CUDA_GRAPHS:
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())

@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
@@ -53,7 +54,7 @@ def recompute(
         model: not yet wrapped, sharded or compiled.
         mode: ``none``; ``full``: keep only each block's input; ``every:K``: the same for each K-th
             block; ``selective``: also keep the results of matrix products, and of attention
-            without dropout.
+            without dropout; ``budget:SHARE``: the compiler keeps this share of the activations.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
         offload: keep the inputs in pinned host memory; not for ``selective``.
 
@@ -64,13 +65,15 @@ def recompute(
         ValueError: the mode is unknown, the model has no (or too few) blocks, or offload does not
             fit the mode.
     """
-    kind, share = parsed(mode)
+    kind, share = _parsed(mode)
     if offload and kind not in ("full", "every"):
         raise ValueError(
             f"offload requires recompute full or every:K, which keep a block's input alone; got "
             f"{mode}"
         )
-    if kind in ("none", "budget"):  # the compiler itself recomputes for a budget
+    if kind == "budget":  # the compiler itself recomputes
+        torch._functorch.config.activation_memory_budget = share
+    if kind in ("none", "budget"):
         return 0
 
     # Choose the blocks.
@@ -103,7 +106,7 @@ def recompute(
     return len(chosen)
 
 
-def parsed(mode: str) -> tuple[str, float]:
+def _parsed(mode: str) -> tuple[str, float]:
     """Parse a mode as ("full", 0), ("every", K), ("budget", share) …
 
     Raise ValueError if it is unknown.

@@ -67,9 +67,9 @@ class Reduction:
         """Prepare for the gradients of one micro-batch."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and "finished reduction" in str(error):
+            raise _name_unreduced(str(error), self._names) from None
         if error is not None:
-            if clear := unreduced(error, self._names):
-                raise clear from None
             return
 
         # Count the micro-batch, and take its gradients.
@@ -216,29 +216,15 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
     return [other if one is None else one for one, other in pairs]
 
 
-def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
-    """Return a clear error instead of DDP's error about parameters without a gradient.
+def _name_unreduced(text: str, names: Sequence[str]) -> Inexact:
+    """Return a clear error instead of DDP's about parameters without a gradient.
 
-    Return None for any other error.
-
-    Args:
-        error: which a step raised.
-        names: of the trained parameters, in DDP's order.
-    """
-    if not isinstance(error, RuntimeError):
-        return None  # such an error may not even be printable
-    text = str(error)
-    if "Expected to have finished reduction" not in text:
-        return None
-
-    # DDP lists the parameters by number.
+    DDP lists them by number, among the ``names`` of the trained ones."""
     listed = text.rpartition("did not receive grad for rank")[2].partition(":")[2].split()
-    numbers = [int(word) for word in listed if word.isdecimal()]
-    missing = [names[number] for number in numbers if number < len(names)]
-    known = ", ".join(missing[:3]) or "a parameter"
+    missing = [names[int(word)] for word in listed if word.isdecimal()]
     return Inexact(
-        f"{known} took no part in the loss of a step, and DDP waits for its gradient; set "
-        f"{SEARCH}, or freeze it (requires_grad_(False) in model())"
+        f"{', '.join(missing[:3]) or 'a parameter'} took no part in the loss of a step, and DDP "
+        f"waits for its gradient; set {SEARCH}, or freeze it (requires_grad_(False) in model())"
     )
 
 

@@ -137,7 +137,7 @@ class Muon(AdamWStep):
         return {"momentum": torch.zeros_like(parameter)}
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def update(self) -> None:
         """Update all parameters that have a gradient once. Collective among their ranks."""
         matrices = {}
         for group in self.param_groups:

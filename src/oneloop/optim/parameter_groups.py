@@ -46,34 +46,24 @@ def chosen(
 
     # Merge the settings of all patterns, last of all the defaults.
     found: dict[str, dict[str, Any]] = {}
-    chosen_by: dict[tuple[str, str], str] = {}  # pattern by parameter and setting
     taken: dict[str, list[str]] = {}
     for pattern in sorted(rules, key=_EVERY.__eq__):
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
         if not taken[pattern]:
-            known = _some(first.values())
+            parts = dict.fromkeys(".".join(name.split(".")[:2]) for name in first.values())
             raise ValueError(
                 f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model "
-                f"has {known}"
+                f"has {', '.join([*parts][:12])}"
             )
         for name in taken[pattern]:
             own = found.setdefault(name, {})
             for key, value in rules[pattern].items():
                 if own.setdefault(key, value) != value and pattern != _EVERY:
                     raise ValueError(
-                        f"optimizer.groups: {chosen_by[name, key]!r} and {pattern!r} both take "
-                        f"{name}, and disagree on {key} ({own[key]} and {value}); narrow one of "
-                        "them"
+                        f"optimizer.groups: {pattern!r} and an earlier pattern both take {name}, "
+                        f"and disagree on {key} ({value} and {own[key]}); narrow one of them"
                     )
-                chosen_by.setdefault((name, key), pattern)
     return found, taken
-
-
-def _some(names: Iterable[str]) -> str:
-    tops = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
-    if len(tops) > 12:
-        return f"{', '.join(tops[:12])}, …"
-    return ", ".join(tops)
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -135,16 +125,15 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
     for number, block in enumerate(blocks, 1):
         for parameter in block.parameters():
             inside[id(parameter)] = number
-    last = {id(parameter) for parameter in blocks[-1].parameters()}
 
     # Walk through the model. Other parameters belong to the block before them.
     factors: dict[str, float] = {}
-    at = 0  # the newest block
-    over = False  # whether the last block has begun
+    depth = 0
     for name, parameter in model.named_parameters():
-        at = inside.get(id(parameter), at)
-        depth = len(blocks) + 1 if over and id(parameter) not in inside else at
-        over = over or id(parameter) in last
+        if id(parameter) in inside:
+            depth = inside[id(parameter)]
+        elif depth == len(blocks):
+            depth += 1
         factors[name] = decay ** (len(blocks) + 1 - depth)
     return factors
 
