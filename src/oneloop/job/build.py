@@ -275,14 +275,9 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[EMASettings]:
                     f"ema.start {ema.start} is {start} steps of {total}: the EMA would be a "
                     "copy of the weights in the whole run; shorten it"
                 )
-        emas.append(
-            settings(
-                decay=ema.decay,
-                start=start,
-                warmup_power=ema.warmup_power,
-                name=f"ema-{ema.decay}",
-            )
-        )
+        name = f"ema-{ema.decay}"
+        warmup = ema.warmup_power
+        emas.append(settings(decay=ema.decay, start=start, warmup_power=warmup, name=name))
     for width in ema.power:
         emas.append(settings(power=width, name=f"ema-power-{width}"))
     if len(emas) == 1 and not ema.power:

@@ -100,15 +100,9 @@ class Best:
             Whether it is the best so far, which NaN never is.
         """
         # The first result is the best so far.
-        if math.isnan(value):
-            better = False
-        elif self.value is None:
-            better = True
-        elif self.upward:
-            better = value > self.value
-        else:
-            better = value < self.value
-
+        sign = 1 if self.upward else -1
+        first = self.value is None and not math.isnan(value)
+        better = first or (self.value is not None and sign * value > sign * self.value)
         if better:
             self.value = value
             self.step = step

@@ -37,13 +37,7 @@ def validate(state: State, checks: Checks) -> bool:
     count.evaluation_due = False
 
     # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
-    metric = job.recipe.eval.metric
-    if metric not in count.results:
-        raise ValueError(
-            f"eval.best {metric!r} is not a metric of the evaluation; it has "
-            f"{', '.join(count.results)}"
-        )
-    better = state.best.update(count.results[metric], count.step)
+    better = state.best.update(count.results[job.recipe.eval.metric], count.step)
     count.evaluated(better, patience=job.rate.patience)
     return True
 

@@ -33,7 +33,8 @@ from oneloop.task_protocol.whole_batch import is_whole_batch
 class Gradients:
     """Seeds and sums the gradients of a step, and its losses and metrics (``sums``).
 
-    With ``batch.grain``, it does so bit-identically on every parallel layout.
+    With ``batch.grain``, it does so bit-identically on every parallel layout. Its ``sensor``
+    measures what the noise scale is computed from.
 
     Args:
         job: what the recipe describes.
@@ -60,7 +61,7 @@ class Gradients:
         self.model = model
         self.parameters = parameters
         self._metrics = trial.metrics
-        self._sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
+        self.sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
 
         # Under FSDP2, may other parameters be unused on each rank?
         asked = job.recipe.machine.find_unused_parameters
@@ -87,7 +88,7 @@ class Gradients:
                 ranks=run.ranks,
                 accumulate=layout.accumulate,
                 units=self.units,
-                see=self._sensor.see,
+                see=self.sensor.see,
             )
         else:
             self._reduction = Reduction(model, accumulate=layout.accumulate, units=self.units)
@@ -114,7 +115,7 @@ class Gradients:
         self._position = position
         self._number = -1
         self.sums = Sums(self._metrics, apart=self._job.exact)
-        return self._sensor.measuring(measured and self._job.noise_scale)
+        return self.sensor.measuring(measured and self._job.noise_scale)
 
     @contextmanager
     def micro_batch(self, weight: float) -> Iterator[None]:
@@ -125,7 +126,7 @@ class Gradients:
         self._seed(self._number)
         with self._reduction:
             yield
-        self._sensor.micro_batch(weight)
+        self.sensor.micro_batch(weight)
 
     def passes(
         self, batches: Iterable[Batch]
@@ -177,12 +178,6 @@ class Gradients:
 
         Collective: call on every rank."""
         return global_norm(self.parameters, exact=self._job.exact)
-
-    def noise(self, total: float) -> tuple[float, float, float]:
-        """Return :meth:`Sensor.read` of the last measured step, whose total weight is ``total``.
-
-        Collective: call on every rank."""
-        return self._sensor.read(total, self._job.layout.size)
 
     def total(self, losses: Tensor) -> Tensor:
         """Return a step's loss summed over all ranks, 0-dim, on the device.

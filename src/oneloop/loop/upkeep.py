@@ -257,14 +257,15 @@ class Upkeep:
         times = run.gathered((wait, product))
 
         # Report a rank that slows down the others.
-        slow = self._stragglers.judge(times, step_seconds=step_seconds, now=time.monotonic())
-        for why in slow:
+        now = time.monotonic()
+        for why in self._stragglers.judge(times, step_seconds=step_seconds, now=now):
             state.write({"event": "straggler", "why": why})
             run.display.say(f"{why} (oneloop doctor)")
 
         # Add the noise scale. Reading it is collective.
         if job.noise_scale:
-            state.noise.add(*self._gradients.noise(total), norm=metrics["train/grad_norm"])
+            parts = self._gradients.sensor.read(total, job.layout.size)
+            state.noise.add(*parts, norm=metrics["train/grad_norm"])
             if state.noise.value is not None:
                 metrics["train/noise_scale"] = state.noise.value
 

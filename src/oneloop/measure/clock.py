@@ -71,8 +71,18 @@ class Clock:
         self.mark("other")
         spent = dict.fromkeys(PHASES, 0.0) | self._spent
         seconds = sum(spent.values())
-        if self._on_device:  # the host only queues this work
-            spent |= self._of_device(sum(spent[phase] for phase in _ON_DEVICE))
+
+        # On a GPU, the host only queues the work of these phases: divide its seconds in proportion
+        # to the device's own times.
+        on_device: dict[str, float] = defaultdict(float)
+        for marks in self._events:
+            for (_, before), (phase, event) in pairwise(marks):
+                if phase in _ON_DEVICE:
+                    on_device[phase] += before.elapsed_time(event)
+        total = sum(on_device.values())
+        if total:
+            queued = sum(spent[phase] for phase in _ON_DEVICE)
+            spent |= {phase: time / total * queued for phase, time in on_device.items()}
 
         metrics = {f"share/{phase}": value / seconds for phase, value in spent.items()}
         metrics["seconds"] = seconds - spent["evaluate"] - spent["save"]
@@ -82,13 +92,3 @@ class Clock:
             metrics["speed/step_seconds_iqr"] = high - low
         self.restart()
         return metrics
-
-    def _of_device(self, seconds: float) -> dict[str, float]:
-        """Divide the host's seconds of these phases in proportion to the device's own times."""
-        spent: dict[str, float] = defaultdict(float)
-        for marks in self._events:
-            for (_, before), (phase, event) in pairwise(marks):
-                if phase in _ON_DEVICE:
-                    spent[phase] += before.elapsed_time(event)
-        whole = sum(spent.values())
-        return {phase: value / whole * seconds for phase, value in spent.items()} if whole else {}

@@ -23,28 +23,27 @@ class UpdateRatio:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        parts = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
+        self._parts = [as_real(local(parameter.detach())) for parameter in parameters]
 
         # An odd stride meets all columns of matrices, whose width is mostly even.
-        stride = (sum(part.numel() for part in parts) // _SAMPLED) | 1
-        self._samples: list[Tensor] = []
-        self._counts: list[Tensor] = []  # the weights that each sampled weight represents
-        for part in parts:
-            if part.numel() and part.is_contiguous():
-                sample = part.view(-1)[::stride]
-                counts = torch.full_like(sample, part.numel() / len(sample), dtype=torch.float32)
-                self._samples.append(sample)
-                self._counts.append(counts)
+        self._stride = (sum(part.numel() for part in self._parts) // _SAMPLED) | 1
         self._before: Tensor | None = None
+
+        # The weights that each sampled weight represents.
+        self._counts: list[Tensor] = []
+        for part in self._parts:
+            sample = part.flatten()[:: self._stride]
+            count = part.numel() / max(1, len(sample))
+            self._counts.append(torch.full_like(sample, count, dtype=torch.float32))
 
     def before(self) -> None:
         """Store the current weights. Call it before the update."""
-        if self._samples:
+        if self._parts:
             self._before = self._weights()
 
     def _weights(self) -> Tensor:
         """Return the sampled weights, in float32 at least."""
-        weights = torch.cat(self._samples)
+        weights = torch.cat([part.flatten()[:: self._stride] for part in self._parts])
         return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
     def values(self, like: Tensor) -> Tensor:
@@ -58,9 +57,3 @@ class UpdateRatio:
         self._before = None
         squares = torch.stack([self._weights() - before, before]).square_()
         return squares.mv(torch.cat(self._counts).to(squares.dtype))
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Permute the dimensions into memory order, which makes channels-last weights contiguous."""
-    in_memory_order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(in_memory_order)

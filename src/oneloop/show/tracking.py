@@ -104,16 +104,12 @@ class Tracking:
         try:
             yield
         except Exception as error:
-            self._say_once(
-                what,
-                f"{what} cannot be written ({type(error).__name__}: {error}); training "
-                "continues without it",
-            )
-
-    def _say_once(self, what: str, text: str) -> None:
-        if what not in self._reported:
+            if what not in self._reported:
+                self._say(
+                    f"{what} cannot be written ({type(error).__name__}: {error}); training "
+                    "continues without it"
+                )
             self._reported.add(what)
-            self._say(text)
 
     def _each_tracker(self, act: Callable[[Any], object]) -> None:
         """Call a function with each tracker; report the first error of each one."""
@@ -162,10 +158,10 @@ class Tracking:
         """
         if not self._writes:
             return
-        if examples.problem:
-            self._say_once(
-                "show",
-                f"{examples.problem}; training continues (--eval.samples 0 turns examples off)",
+        if examples.problem and "examples" not in self._reported:
+            self._reported.add("examples")
+            self._say(
+                f"{examples.problem}; training continues (--eval.samples 0 turns examples off)"
             )
         if not (examples.samples or examples.matrices):
             return
