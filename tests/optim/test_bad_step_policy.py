@@ -20,7 +20,6 @@ from worlds import run, timeless, train
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.launch.processes",
-    "oneloop.loop.bad_steps",
     "oneloop.loop.steps",
     "oneloop.loop.upkeep",
     "oneloop.measure.profiling",

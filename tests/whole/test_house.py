@@ -483,7 +483,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("tasks/augmentation.py", "def __getitem__"),
             ("data/seeded_samples.py", "class Batches"),
             ("data/step_batches.py", "Batches(samples, collate)", "\ndef groups("),
-            ("loop/steps.py", "return groups(", "class StepBatches"),
+            ("loop/steps.py", "loaded = groups(", "class StepBatches"),
             ("train.py", "= StepBatches(", "guard.step("),
             ("optim/bad_step_guard.py", "self.optimizer.step()"),
         ],
@@ -515,8 +515,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         [
             ("train.py", "contagious(loss", "upkeep.judge(step)"),
             ("optim/bad_step_guard.py", "def contagious", "found_inf"),
-            ("loop/upkeep.py", "= handle(step"),
-            ("loop/bad_steps.py", "def handle", "in_a_row.answer("),
+            ("loop/upkeep.py", "def judge", "bad_steps.answer("),
             ("optim/bad_step_policy.py", "def answer"),
         ],
     ),

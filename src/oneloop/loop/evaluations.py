@@ -1,4 +1,4 @@
-"""Evaluations during a run and at its end, and the best one so far."""
+"""An evaluation during a run or at its end."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,36 +10,6 @@ from oneloop.evaluation import evaluate_all
 from oneloop.loop.training_state import State
 from oneloop.machine.torch_settings import release_cache
 from oneloop.task_protocol.generated import Generation
-
-
-def validate(state: State, checks: Checks) -> bool:
-    """Evaluate on the validation sets and compare with the best evaluation so far.
-
-    Collective: call on every rank.
-
-    Args:
-        state: of the run.
-        checks: compare tensors before and after the evaluation.
-
-    Returns:
-        False if a stop was requested before the evaluation was complete.
-    """
-    job = state.job
-    count = state.count
-    sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
-    if not sets:
-        return True
-
-    # Evaluate. If a stop prevents it, the checkpoint records that it is still due.
-    count.evaluation_due = True
-    if not evaluate(state, checks, sets):
-        return False
-    count.evaluation_due = False
-
-    # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
-    better = state.best.update(count.results[job.recipe.eval.metric], count.step)
-    count.evaluated(better, patience=job.rate.patience)
-    return True
 
 
 def evaluate(

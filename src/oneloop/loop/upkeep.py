@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from oneloop.basics import exit_codes
+from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING
 from oneloop.basics.launcher import HOST
 from oneloop.basics.optimizer_tensors import optimizer_tensors
@@ -17,8 +18,7 @@ from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.checks.repeats import Checks
 from oneloop.checks.replicas import check_replicas
 from oneloop.data.skipped_rows import SKIPPED_ROWS
-from oneloop.loop.bad_steps import handle
-from oneloop.loop.evaluations import evaluate, validate
+from oneloop.loop.evaluations import evaluate
 from oneloop.loop.gradients import Gradients
 from oneloop.loop.steps import StepBatches
 from oneloop.loop.training_state import State
@@ -86,16 +86,51 @@ class Upkeep:
         return 0 < state.job.recipe.stop.patience <= state.best.since
 
     def judge(self, step: Step) -> Outcome:
-        """Accept a step; react to a bad one as the recipe says: skip, rewind, or raise Diverged."""
+        """Accept a step; react to a bad one as the recipe says: skip, rewind, or raise Diverged.
+
+        Raises:
+            Diverged: the recipe's policy is to stop, or no checkpoint exists to rewind to.
+        """
         if step.fault is Fault.NONE:
             self._bad_steps.accepted()
             return Outcome.ACCEPTED
-        outcome = handle(step, self._state, self._batches, self._bad_steps)
+
+        # A bad step changed nothing.
+        self._batches.save_later()
+        if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
+            return Outcome.SKIPPED
+        state = self._state
+        job = state.job
+        count = state.count
+        say = state.run.display.say
+
+        # Decide, and report the samples of the step. The position is already after them.
+        action, why = self._bad_steps.answer(step.fault)
+        number = count.step + 1
+        after = count.position
+        ids = job.order[after - job.layout.size : after][1].tolist()
+        state.write({"step": number, "event": action, "why": why, "ids": ids})
+        say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
+
+        # Complete the last good checkpoint, whatever follows.
+        state.checkpoints.finish()
+        if action == "stop":
+            raise Diverged(f"step {number}: {why}; the weights are those from before it")
+        if action == "skip":
+            return Outcome.SKIPPED
+
+        # Rewind to the checkpoint, but continue after the bad samples: all samples since the
+        # checkpoint are left out.
+        if not state.resume(state.checkpoints, "auto", say=say):
+            raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
+        count.position = after
+        self._gradients.clear()
+        self._batches.begin_afresh()
 
         # Evaluate now, if a stop prevented the evaluation of the checkpoint's step.
-        if outcome is Outcome.REWOUND and self._state.count.evaluation_due:
+        if count.evaluation_due:
             self.validate()
-        return outcome
+        return Outcome.REWOUND
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
         """Do what is due after a step, except saving.
@@ -119,8 +154,27 @@ class Upkeep:
         return "eval" not in due or self.validate()
 
     def validate(self) -> bool:
-        """Evaluate on the validation sets: :func:`oneloop.loop.evaluations.validate`."""
-        return validate(self._state, self._checks)
+        """Evaluate on the validation sets and compare with the best evaluation so far.
+
+        Return False if a stop was requested before the evaluation was complete.
+        """
+        state = self._state
+        job = state.job
+        count = state.count
+        sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
+        if not sets:
+            return True
+
+        # Evaluate. If a stop prevents it, the checkpoint records that it is still due.
+        count.evaluation_due = True
+        if not evaluate(state, self._checks, sets):
+            return False
+        count.evaluation_due = False
+
+        # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
+        better = state.best.update(count.results[job.recipe.eval.metric], count.step)
+        count.evaluated(better, patience=job.rate.patience)
+        return True
 
     def is_best(self) -> bool:
         """Return whether this step has the best evaluation so far, and the recipe saves it."""

@@ -26,13 +26,14 @@ class UpdateRatio:
         self._parts = [as_real(local(parameter.detach())) for parameter in parameters]
 
         # An odd stride meets all columns of matrices, whose width is mostly even.
-        self._stride = (sum(part.numel() for part in self._parts) // _SAMPLED) | 1
+        total = sum(part.numel() for part in self._parts)
+        self._stride = total // _SAMPLED | 1
         self._before: Tensor | None = None
 
         # The weights that each sampled weight represents.
         self._counts: list[Tensor] = []
         for part in self._parts:
-            sample = part.flatten()[:: self._stride]
+            sample = self._sample(part)
             count = part.numel() / max(1, len(sample))
             self._counts.append(torch.full_like(sample, count, dtype=torch.float32))
 
@@ -41,10 +42,14 @@ class UpdateRatio:
         if self._parts:
             self._before = self._weights()
 
+    def _sample(self, part: Tensor) -> Tensor:
+        return part.flatten()[:: self._stride]
+
     def _weights(self) -> Tensor:
         """Return the sampled weights, in float32 at least."""
-        weights = torch.cat([part.flatten()[:: self._stride] for part in self._parts])
-        return weights.to(torch.promote_types(weights.dtype, torch.float32))
+        weights = torch.cat([self._sample(part) for part in self._parts])
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        return weights.to(wide)
 
     def values(self, like: Tensor) -> Tensor:
         """Return the squared norms of the change since :meth:`before`, and of the weights then.
@@ -55,5 +60,7 @@ class UpdateRatio:
         if before is None:
             return like.new_zeros(2)
         self._before = None
-        squares = torch.stack([self._weights() - before, before]).square_()
-        return squares.mv(torch.cat(self._counts).to(squares.dtype))
+        change = self._weights() - before
+        squares = torch.stack([change, before]).square_()
+        counts = torch.cat(self._counts)
+        return squares.mv(counts.to(squares.dtype))
