@@ -191,7 +191,21 @@ def build_job(
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
     opened = [train_set, *eval_sets.values()]
-    train_set, order = _ordered(recipe, train_set)
+
+    # Order the samples.
+    order_of = partial(
+        checked_order, seed=recipe.seed, batch=recipe.batch.size, shuffle=recipe.data.shuffle
+    )
+    order = order_of(train_set)
+    few = recipe.debug.overfit
+    if few and hasattr(order, "copies"):
+        raise ValueError(
+            f"debug.overfit {few} cannot be combined with repeated samples: a step has "
+            f"{order.copies} copies of each; remove debug.overfit, or set task.repeats 1"
+        )
+    if few:
+        train_set = Subset(train_set, range(min(few, len(train_set))))
+        order = order_of(train_set)
 
     # Convert durations to steps. Those in tokens need samples of equal weight.
     sample_weight = getattr(task, "sample_weight", None)
@@ -237,24 +251,6 @@ def build_job(
         upward=upward,
         noise_scale=parts > 1 and independent and not is_whole_batch(task),
     )
-
-
-def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
-    """Return the samples to train on, and their order. Raise ValueError for a wrong combination."""
-    order_of = partial(
-        checked_order, seed=recipe.seed, batch=recipe.batch.size, shuffle=recipe.data.shuffle
-    )
-    order = order_of(train_set)
-    few = recipe.debug.overfit
-    if not few:
-        return train_set, order
-    if hasattr(order, "copies"):
-        raise ValueError(
-            f"debug.overfit {few} cannot be combined with repeated samples: a step has "
-            f"{order.copies} copies of each; remove debug.overfit, or set task.repeats 1"
-        )
-    subset = Subset(train_set, range(min(few, len(train_set))))
-    return subset, order_of(subset)
 
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[EMASettings]:

@@ -34,7 +34,7 @@ class Gradients:
     """Seeds and sums the gradients of a step, and its losses and metrics (``sums``).
 
     With ``batch.grain``, it does so bit-identically on every parallel layout. Its ``sensor``
-    measures what the noise scale is computed from.
+    measures what the noise scale is computed from, and ``metrics`` are the names of the task's.
 
     Args:
         job: what the recipe describes.
@@ -60,7 +60,7 @@ class Gradients:
         self._run = run
         self.model = model
         self.parameters = parameters
-        self._metrics = trial.metrics
+        self.metrics = trial.metrics
         self.sensor = Sensor(run.accelerator, model, passed=job.exact, summed=True)
 
         # Under FSDP2, may other parameters be unused on each rank?
@@ -114,7 +114,7 @@ class Gradients:
         """
         self._position = position
         self._number = -1
-        self.sums = Sums(self._metrics, apart=self._job.exact)
+        self.sums = Sums(self.metrics, apart=self._job.exact)
         return self.sensor.measuring(measured and self._job.noise_scale)
 
     @contextmanager

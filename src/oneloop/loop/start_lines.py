@@ -38,46 +38,6 @@ def start_lines(
         emas: EMAs of its weights.
         trial: what the preflight check found out.
     """
-    # What is trained, and how exactly.
-    yield from _sizes(job, run)
-    yield _promise(job, run, model, trial)
-    yield from trial.notes
-
-    # Remarks of the data and of the task.
-    about = getattr(job.train_set, "about", lambda: None)()
-    if about:
-        yield f"data: {about}"
-    hosts = run.ranks // run.local_ranks
-    traffic = getattr(job.train_set, "traffic", None)
-    if traffic:
-        samples = len(job.train_set)
-        yield traffic.line(samples, batch=job.layout.size, steps=job.steps, hosts=hosts)
-    yield from getattr(job.task, "notes", ())
-    if trial.unused:
-        first = ", ".join(trial.unused[:3])
-        yield f"parameters without a gradient in the preflight check: {len(trial.unused)} ({first})"
-
-    # How the machine computes it.
-    yield from unused(run.device)
-    yield from job.built.notes
-    accumulation = os.environ.get(_ACCUMULATION, "1")
-    if accumulation != "1":
-        yield f"accelerate's {_ACCUMULATION}={accumulation} has no effect: set batch.micro"
-    if emas:
-        yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
-    if "check" not in job.intervals.every:
-        yield (
-            "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "
-            "while the run trains, so a model that changes its own state may train otherwise on "
-            "another parallel layout"
-        )
-    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
-    if matrices:
-        yield f"muon updates {matrices} matrices, adamw the rest"
-
-
-def _sizes(job: Job, run: Run) -> Iterator[str]:
-    """Yield the lines on model, data, batch, schedule and evaluation."""
     recipe = job.recipe
     layout = job.layout
 
@@ -115,6 +75,41 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
     if recipe.eval.metric != "eval/loss":
         direction = "larger" if job.upward else "smaller"
         yield f"eval.best {recipe.eval.metric}: {direction} is better"
+
+    # How exactly can it be reproduced?
+    yield _promise(job, run, model, trial)
+    yield from trial.notes
+
+    # Remarks of the data and of the task.
+    about = getattr(job.train_set, "about", lambda: None)()
+    if about:
+        yield f"data: {about}"
+    traffic = getattr(job.train_set, "traffic", None)
+    if traffic:
+        hosts = run.ranks // run.local_ranks
+        yield traffic.line(len(job.train_set), batch=layout.size, steps=job.steps, hosts=hosts)
+    yield from getattr(job.task, "notes", ())
+    if trial.unused:
+        first = ", ".join(trial.unused[:3])
+        yield f"parameters without a gradient in the preflight check: {len(trial.unused)} ({first})"
+
+    # How the machine computes it.
+    yield from unused(run.device)
+    yield from job.built.notes
+    accumulation = os.environ.get(_ACCUMULATION, "1")
+    if accumulation != "1":
+        yield f"accelerate's {_ACCUMULATION}={accumulation} has no effect: set batch.micro"
+    if emas:
+        yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
+    if "check" not in job.intervals.every:
+        yield (
+            "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "
+            "while the run trains, so a model that changes its own state may train otherwise on "
+            "another parallel layout"
+        )
+    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
+    if matrices:
+        yield f"muon updates {matrices} matrices, adamw the rest"
 
 
 def _promise(job: Job, run: Run, model: nn.Module, trial: Preflight) -> str:

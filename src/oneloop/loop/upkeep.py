@@ -23,7 +23,6 @@ from oneloop.loop.gradients import Gradients
 from oneloop.loop.steps import StepBatches
 from oneloop.loop.training_state import State
 from oneloop.machine.torch_settings import scheduled_garbage
-from oneloop.measure.meter import OWN_METRICS
 from oneloop.measure.profiling import Profiling
 from oneloop.measure.stragglers import Stragglers, product_seconds
 from oneloop.optim.bad_step_guard import Step
@@ -326,8 +325,8 @@ class Upkeep:
         # Log and print the metrics.
         count.results["train/loss"] = metrics["train/loss"]
         state.write({"time": count.elapsed(), **metrics, **self._hashes()})
-        own = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
-        run.display.metrics(count.step, metrics, own)
+        named = [f"train/{name}" for name in self._gradients.metrics]
+        run.display.metrics(count.step, metrics, named)
 
     def _hashes(self) -> dict[str, str]:
         """With ``batch.grain``, return hashes of all tensors of a checkpoint.

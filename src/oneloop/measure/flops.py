@@ -39,7 +39,7 @@ PEAKS = {
 _WORDS = r"NVIDIA|TESLA|GEFORCE|RTX|AMD|INSTINCT|SXM\d|\d+GB?|HBM3E?"
 
 
-def _packed(query: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+def _packed(query: Any, *given: Any, **_: Any) -> int:
     """Return the operations of attention in packed rows, which counts as full.
 
     torch's formula reads the starts of the documents on the host.
@@ -49,19 +49,12 @@ def _packed(query: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
     return int(4 * tokens * length * heads * width)
 
 
-def _packed_backward(slope: Any, query: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+def _packed_backward(slope: Any, query: Any, *given: Any, **_: Any) -> int:
     """Return the operations of its backward: five products, where the forward has two."""
     return _packed(query, *given[:2], *given[4:]) * 5 // 2
 
 
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    *given: Any,
-    out_val: Any = None,
-    **_: Any,
-) -> int:
+def _attention(query: Any, key: Any, value: Any, *given: Any, **_: Any) -> int:
     """Return the operations of attention, which counts as full: two products for each head.
 
     Several heads of the query may share one of the key.

@@ -23,33 +23,29 @@ class UpdateRatio:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parts = [as_real(local(parameter.detach())) for parameter in parameters]
+        parts = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
 
         # An odd stride meets all columns of matrices, whose width is mostly even.
-        total = sum(part.numel() for part in self._parts)
-        self._stride = total // _SAMPLED | 1
+        stride = (sum(part.numel() for part in parts) // _SAMPLED) | 1
+        self._samples: list[Tensor] = []
+        self._counts: list[Tensor] = []  # the weights that each sampled weight represents
+        for part in parts:
+            if part.numel() and part.is_contiguous():
+                sample = part.view(-1)[::stride]
+                counts = torch.full_like(sample, part.numel() / len(sample), dtype=torch.float32)
+                self._samples.append(sample)
+                self._counts.append(counts)
         self._before: Tensor | None = None
-
-        # The weights that each sampled weight represents.
-        self._counts: list[Tensor] = []
-        for part in self._parts:
-            sample = self._sample(part)
-            count = part.numel() / max(1, len(sample))
-            self._counts.append(torch.full_like(sample, count, dtype=torch.float32))
 
     def before(self) -> None:
         """Store the current weights. Call it before the update."""
-        if self._parts:
+        if self._samples:
             self._before = self._weights()
-
-    def _sample(self, part: Tensor) -> Tensor:
-        return part.flatten()[:: self._stride]
 
     def _weights(self) -> Tensor:
         """Return the sampled weights, in float32 at least."""
-        weights = torch.cat([self._sample(part) for part in self._parts])
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        return weights.to(wide)
+        weights = torch.cat(self._samples)
+        return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
     def values(self, like: Tensor) -> Tensor:
         """Return the squared norms of the change since :meth:`before`, and of the weights then.
@@ -60,7 +56,11 @@ class UpdateRatio:
         if before is None:
             return like.new_zeros(2)
         self._before = None
-        change = self._weights() - before
-        squares = torch.stack([change, before]).square_()
-        counts = torch.cat(self._counts)
-        return squares.mv(counts.to(squares.dtype))
+        squares = torch.stack([self._weights() - before, before]).square_()
+        return squares.mv(torch.cat(self._counts).to(squares.dtype))
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Permute the dimensions into memory order, which makes channels-last weights contiguous."""
+    in_memory_order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(in_memory_order)
