@@ -106,16 +106,6 @@ class Job:
     def model(self) -> nn.Module:
         return self.built.model
 
-    def reject_position(self, position: int) -> None:
-        """Raise ValueError if the order cannot continue in this position of a checkpoint."""
-        size = self.layout.size
-        if hasattr(self.order, "copies") and position % size:
-            raise ValueError(
-                f"the checkpoint's {position:,} samples are not a multiple of batch.size {size}, "
-                "so task.repeats would divide the copies of a sample among two steps; keep "
-                "batch.size"
-            )
-
     def order_hash(self, position: int = 0) -> str | None:
         """Return a hash of an order that the data set defines, also of the step at a position."""
         if not hasattr(self.train_set, "order"):

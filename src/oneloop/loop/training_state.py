@@ -105,7 +105,7 @@ class State(RunState):
         saving.watched = partial(_trained, model)
         # Once the first step has made the optimizer's state, make the memory of saves.
         if run.device.type == "cuda":
-            saving.ahead = self._bytes_of_save
+            saving.ahead = lambda: self.bytes_of_rank(self.checkpoints) if optimizer.state else 0
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
@@ -141,10 +141,6 @@ class State(RunState):
             tried=True,
         )
 
-    def _bytes_of_save(self) -> int:
-        """Return the bytes of a save on this rank; 0 before the first step."""
-        return self.bytes_of_rank(self.checkpoints) if self.optimizer.state else 0
-
     def open(self, trial: Preflight) -> None:
         """Print the start-up log, lock the folder, resume, and begin the log of the run.
 
@@ -176,7 +172,13 @@ class State(RunState):
         # Resume.
         with run.setting_up():
             saved = self.resume(self.checkpoints, recipe.run.resume, say=say)
-            job.reject_position(count.position)
+            size = job.layout.size
+            if hasattr(job.order, "copies") and count.position % size:
+                raise ValueError(
+                    f"the checkpoint's {count.position:,} samples are not a multiple of batch.size "
+                    f"{size}, so task.repeats would divide the copies of a sample among two steps; "
+                    "keep batch.size"
+                )
 
         # Write the recipe and the environment. From here on, a stop saves a checkpoint.
         with run.setting_up():
