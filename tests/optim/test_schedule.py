@@ -74,7 +74,8 @@ def test_plateau_steps_down_like_torchs():
     )
     count, best = Counters(), Best()
     for step, loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 3.0, 3.1, 3.2, 3.3, 3.4]):
-        count.evaluated(best.update(loss, step), patience=rate.patience)
+        best.update(loss, step)
+        count.evaluated(best.since, patience=rate.patience)
         reference.step(loss)
         assert rate(step, reductions=count.reductions) == pytest.approx(
             theirs.param_groups[0]["lr"]

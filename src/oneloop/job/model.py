@@ -149,10 +149,9 @@ def _set_up_parameters(
     sizes = {name: _count(parameter) for name, parameter in model.named_parameters()}
     notes = []
     if in_eval:
-        more = f" and {len(in_eval) - 3:,} more" if len(in_eval) > 3 else ""
         notes.append(
-            f"in eval mode, because they or their modules are frozen: {', '.join(in_eval[:3])}"
-            f"{more}"
+            f"{len(in_eval):,} modules are in eval mode, because they or their modules are frozen: "
+            f"{', '.join(in_eval[:3])}"
         )
     for pattern, chosen_names in matched.items():
         pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())

@@ -78,12 +78,10 @@ def unused_parameters(job: Job, run: Run, model: nn.Module, used: Collection[str
     # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
     search = job.recipe.machine.find_unused_parameters
     if unused and run.ranks > 1 and not run.sharded and not search:
-        names = ", ".join(unused[:3])
-        if len(unused) > 3:
-            names += f" and {len(unused) - 3} more"
         raise BadInput(
-            f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
-            "(requires_grad_(False) in model()), or, if other steps, samples or random numbers use "
-            "them, set --machine.find_unused_parameters true"
+            f"the loss does not use {len(unused)} parameters ({', '.join(unused[:3])}), so DDP "
+            "would wait for their gradients; freeze them (requires_grad_(False) in model()), or, "
+            "if other steps, samples or random numbers use them, set "
+            "--machine.find_unused_parameters true"
         )
     return unused

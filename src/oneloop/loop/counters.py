@@ -18,7 +18,6 @@ class Counters:
     samples: int = 0  # samples trained on
     weight: float = 0.0  # summed weight trained on: samples, or target tokens for text
     reductions: int = 0  # times that the plateau schedule lowered the learning rate
-    waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
     # the latest value of each metric; those of EMA weights are prefixed with the name of the EMA
@@ -46,19 +45,15 @@ class Counters:
         self.samples += samples
         self.weight += weight
 
-    def evaluated(self, better: bool, *, patience: int) -> None:
-        """Count an evaluation, which may make the plateau schedule reduce the learning rate.
+    def evaluated(self, since: int, *, patience: int) -> None:
+        """Let the plateau schedule reduce the learning rate, if an evaluation makes it due.
 
         Args:
-            better: whether it is the best so far.
+            since: evaluations since the best one.
             patience: evaluations without improvement before a reduction (0: no reductions).
         """
-        self.waited += 1
-        if better:
-            self.waited = 0
-        if patience and self.waited >= patience:
+        if since and patience and since % patience == 0:
             self.reductions += 1
-            self.waited = 0
 
     def as_metrics(self, unit: str) -> dict[str, int]:
         """Return the counters for the start of a log line."""

@@ -88,16 +88,6 @@ class StepBatches:
             yield group
             began = time.perf_counter()
 
-    def _is_save_time(self) -> bool:
-        """Return whether rank 0's clock asks for a save; count the time from now on."""
-        if not self._run.main:
-            return False
-        now = time.monotonic()
-        due = now - self._saved_at >= self._job.intervals.save_seconds
-        if due:
-            self._saved_at = now
-        return due
-
     def compare_fsdp2_units(self) -> None:
         """Under FSDP2, check that all ranks ran the same units in the pending step.
 
@@ -166,12 +156,14 @@ class StepBatches:
         run = self._run
         self._next = None
         for group in groups:
-            # Flags: has this rank a stop request, does its clock ask for a save, has a save failed?
-            flags = (
-                run.stopping.requested(),
-                self._is_save_time(),
-                self._saves.poll() is not None,
-            )
+            # Does rank 0's clock ask for a save? Count the time from now on.
+            now = time.monotonic()
+            timed = run.main and now - self._saved_at >= self._job.intervals.save_seconds
+            if timed:
+                self._saved_at = now
+
+            # Flags: has this rank a stop request, is a save due, has one failed?
+            flags = (run.stopping.requested(), timed, self._saves.poll() is not None)
             weights = group.addends(run.rank, run.ranks)
             hashes = self._units.hashes() if run.sharded else []
             sums = torch.tensor([*flags, *weights, *hashes], dtype=torch.float64)

@@ -171,8 +171,8 @@ class Upkeep:
         count.evaluation_due = False
 
         # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
-        better = state.best.update(count.results[job.recipe.eval.metric], count.step)
-        count.evaluated(better, patience=job.rate.patience)
+        state.best.update(count.results[job.recipe.eval.metric], count.step)
+        count.evaluated(state.best.since, patience=job.rate.patience)
         return True
 
     def is_best(self) -> bool:
