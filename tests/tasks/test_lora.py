@@ -311,7 +311,7 @@ def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
         "--eval.every",
         "3",
     ]
-    found = on_each(SPLITS, tmp_path, words, "the frozen model computes in bfloat16")
+    found = on_each(SPLITS, tmp_path, words)
     assert {tensor.dtype for made in found.values() for tensor in made.values()} == {torch.float32}
     for config in ("ddp", "fsdp2"):
         assert furthest(found[config], found["single"]) < 1e-2
@@ -319,7 +319,6 @@ def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
         tmp_path / "single", *words, "--machine.base_dtype", "float32", "--run.dir", "wide"
     )
     wide.ok()
-    assert "the frozen model is in" not in wide.output
     losses = [
         json.loads((tmp_path / "single" / name / "summary.json").read_text())["eval/loss"]
         for name in ("run", "wide")

@@ -168,7 +168,7 @@ def _set_up_parameters(
     if frozen or machine.base_dtype:
         from oneloop.machine.frozen_dtype import hold_frozen
 
-        notes += hold_frozen(model, machine.base_dtype, sharded=sharded)
+        hold_frozen(model, machine.base_dtype, sharded=sharded)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         location = "saved once, in base/"

@@ -10,8 +10,8 @@ from torch import nn
 from oneloop.machine.mixed_precision import HALF
 
 
-def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[str]:
-    """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
+def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> None:
+    """Convert frozen parameters in place to their dtypes for the run.
 
     Args:
         model: not yet wrapped or sharded.
@@ -49,14 +49,6 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> list[s
         )
     if sharded:
         _store_in_compute_dtype(model, precision)
-
-    if precision == "no" and torch.bfloat16 in kinds:
-        line = (
-            "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in "
-            "float32"
-        )
-        return [line]
-    return []
 
 
 def in_four_bits(weight: Any) -> bool:

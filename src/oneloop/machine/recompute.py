@@ -8,9 +8,10 @@ Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -45,6 +46,9 @@ _KEPT = {
 """matrix products, convolutions and attention: few operations, and expensive to recompute"""
 
 
+_MODES = re.compile(r"none|full|selective|every:[1-9]\d*|budget:(0|1|0?\.\d+|1\.0+)")
+
+
 def recompute(
     model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False
 ) -> int:
@@ -65,14 +69,19 @@ def recompute(
         ValueError: the mode is unknown, the model has no (or too few) blocks, or offload does not
             fit the mode.
     """
-    kind, share = _parsed(mode)
+    if not _MODES.fullmatch(mode):
+        raise ValueError(
+            f"recompute {mode!r} is unknown; known: none, full, every:K (a whole number), "
+            "selective, and budget:SHARE (0 to 1)"
+        )
+    kind, _, number = mode.partition(":")
     if offload and kind not in ("full", "every"):
         raise ValueError(
             f"offload requires recompute full or every:K, which keep a block's input alone; got "
             f"{mode}"
         )
     if kind == "budget":  # the compiler itself recomputes
-        torch._functorch.config.activation_memory_budget = share
+        torch._functorch.config.activation_memory_budget = float(number)
     if kind in ("none", "budget"):
         return 0
 
@@ -83,7 +92,7 @@ def recompute(
             f"recompute {mode}: {type(model).__name__} has no repeated blocks; set machine.blocks, "
             "or machine.recompute none"
         )
-    step = int(share) if kind == "every" else 1
+    step = int(number) if kind == "every" else 1
     chosen = layers[step - 1 :: step]
     if not chosen:
         raise ValueError(
@@ -104,27 +113,6 @@ def recompute(
         forward = _recomputing(block.forward, inside, options, offload=offload)
         block.forward = forward  # type: ignore[method-assign]
     return len(chosen)
-
-
-def _parsed(mode: str) -> tuple[str, float]:
-    """Parse a mode as ("full", 0), ("every", K), ("budget", share) …
-
-    Raise ValueError if it is unknown.
-    """
-    kind, _, text = mode.partition(":")
-    try:
-        if kind == "every" and int(text) >= 1:
-            return kind, int(text)
-        if kind == "budget" and 0 <= float(text) <= 1:
-            return kind, float(text)
-    except ValueError:
-        pass
-    if mode in ("none", "full", "selective"):
-        return mode, 0
-    raise ValueError(
-        f"recompute {mode!r} is unknown; known: none, full, every:K (a whole number), "
-        "selective, and budget:SHARE (0 to 1)"
-    )
 
 
 def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -148,31 +136,32 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _State(NamedTuple):
-    """What a block's forward reads besides its inputs and torch's own generators."""
+def _saved(modules: Iterable[nn.Module], *, copied: bool) -> Callable[[], None]:
+    """Save what a forward reads besides its inputs and torch's own generators.
 
-    others: Any  # states of numpy's and Python's generators, if they are seeded
-    apple: list[Tensor]  # state of the generator of each Apple GPU: one, or none
-    buffers: list[tuple[nn.Module, str, Tensor | None]]  # with module and key
+    Return a function that restores it.
 
-
-def _state(modules: Iterable[nn.Module], *, copied: bool) -> _State:
-    """Return the state before a forward; ``copied``: with copies of statistics of batches."""
+    Args:
+        modules: their buffers are saved, and the states of an Apple GPU's generator and, if they
+            are seeded, of numpy's and Python's.
+        copied: copy the statistics of batches, which a forward changes.
+    """
+    others = other_states() if others_seeded() else None
+    apple = [torch.mps.get_rng_state() for _ in range(torch.mps.device_count())]  # one, or none
     buffers = []
     for module in modules:
         for key, buffer in module._buffers.items():
             buffers.append((module, key, _statistics(module, buffer) if copied else buffer))
-    apple = [torch.mps.get_rng_state() for _ in range(torch.mps.device_count())]
-    return _State(other_states() if others_seeded() else None, apple, buffers)
 
+    def restore() -> None:
+        if others is not None:
+            set_other_states(others)
+        for state in apple:
+            torch.mps.set_rng_state(state)
+        for module, key, buffer in buffers:
+            module._buffers[key] = _statistics(module, buffer) if copied else buffer
 
-def _restore(state: _State, *, copied: bool) -> None:
-    if state.others is not None:
-        set_other_states(state.others)
-    for apple in state.apple:
-        torch.mps.set_rng_state(apple)
-    for module, key, buffer in state.buffers:
-        module._buffers[key] = _statistics(module, buffer) if copied else buffer
+    return restore
 
 
 def _statistics(module: nn.Module, buffer: Tensor | None) -> Tensor | None:
@@ -193,28 +182,32 @@ def _repeatable(forward: Callable[..., Any], inside: Mapping[nn.Module, str]) ->
         forward: of the block. It may change in place only statistics of batches.
         inside: names of the block's modules.
     """
-    before: _State | None = None
+    restore: Callable[[], None] | None = None  # the state before the forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal before
-        if before is not None:
-            now = _state(inside, copied=False)
-            _restore(before, copied=True)
+        nonlocal restore
+        if restore is not None:
+            undo = _saved(inside, copied=False)
+            restore()
             try:
                 return forward(*args, **kwargs)
             finally:
-                _restore(now, copied=False)
+                undo()
 
-        before = _state(inside, copied=True)
-        versions = [getattr(buffer, "_version", 0) for *_, buffer in before.buffers]
+        restore = _saved(inside, copied=True)
+        versions = []
+        for module, name in inside.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(module, _NormBase):
+                    versions.append((f"{name}.{key}", buffer, buffer._version))
         result = forward(*args, **kwargs)
-        for (module, key, buffer), version in zip(before.buffers, versions, strict=True):
-            if getattr(buffer, "_version", 0) != version:
+        for name, buffer, version in versions:
+            if buffer._version != version:
                 raise Inexact(
                     "machine.recompute runs the forward of a block twice, but it changes the "
-                    f"buffer {inside[module]}.{key} in place, so the second result may "
-                    "differ; set machine.recompute none, set machine.blocks to smaller blocks "
-                    "without it, or change the buffer outside of the block"
+                    f"buffer {name} in place, so the second result may differ; set "
+                    "machine.recompute none, set machine.blocks to smaller blocks without it, or "
+                    "change the buffer outside of the block"
                 )
         return result
 
