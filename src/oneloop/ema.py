@@ -35,16 +35,12 @@ _COUNTERS = ("seen", "due", "calls")
 
 
 @torch.no_grad()
-def average_(
-    averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False
-) -> None:
+def average_(averages: list[Tensor], weights: list[Tensor], keep: float) -> None:
     """Set average = keep * average + (1 - keep) * weight, in place.
 
-    Other forms would round differently. ``cast``: the weights have another dtype."""
-    if cast:
-        pairs = zip(weights, averages, strict=True)
-        weights = [weight.to(average.dtype) for weight, average in pairs]
-    torch._foreach_lerp_(averages, weights, 1.0 - keep)
+    Other forms would round differently."""
+    pairs = zip(weights, averages, strict=True)
+    torch._foreach_lerp_(averages, [one.to(other.dtype) for one, other in pairs], 1.0 - keep)
 
 
 @dataclass(frozen=True)
@@ -183,8 +179,6 @@ class EMA:
         # list for fused operations.
         self._averages = {name: _new(tensor, settings.device) for name, tensor in averaged.items()}
         self._mine = [local(average) for average in self._averages.values()]
-        pairs = zip(self._mine, self._current(), strict=True)
-        self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
 
         self._away: HostCopies | None = None
         if settings.device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
@@ -223,10 +217,10 @@ class EMA:
         self.due = 0.0
         # On the host, the average follows in a thread.
         if self._away is not None:
-            self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
+            self._away.then(lambda weights: average_(self._mine, weights, keep))
         elif self._mine:
             before_change()
-            average_(self._mine, self._current(), keep, cast=self._cast)
+            average_(self._mine, self._current(), keep)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:

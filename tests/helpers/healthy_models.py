@@ -34,7 +34,7 @@ SMALL = {
 
 # the lines on how exactly a run can be reproduced
 EXACT = "any parallel layout gives the same gradients"
-DROPOUT = "the model has dropout"
+DROPOUT = "model, loss or collate draw random numbers (dropout)"
 DRAWS = "model, loss or collate draw random numbers"
 BATCHNORM = "the model has BatchNorm"
 

@@ -345,7 +345,7 @@ def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
 
 def test_dropout_and_batch_statistics_are_reported(tmp_path, recipe):
     world = run(train, [recipe, "--task.dropout", "0.1", "--debug.dry_run"], folder=tmp_path)
-    assert "the model has dropout" in world.output
+    assert "draw random numbers (dropout)" in world.output
     small = ["--task.model", "timm:test_resnet", "--task.image_size", "32"]
     words = ["digits", *small, "--debug.dry_run", "--batch.size", "4"]
     with_batch_norm = run(train, [*words, "--task.data", str(_pictures(tmp_path))], folder=tmp_path)

@@ -166,7 +166,7 @@ def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("dropout", "has dropout"),
+        ("dropout", "draw random numbers (dropout)"),
         pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow),
     ],
 )

@@ -14,7 +14,6 @@ from oneloop.optim.optimizers import build, muon
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
-from oneloop.task_protocol.user_code import where
 
 __all__ = ["Tried", "optimizer_of"]
 
@@ -42,18 +41,11 @@ def optimizer_of(
     except NotTried as error:
         # One that works with its own model only may not know a small one.
         if "model" in inspect.signature(kind).parameters and kind is not muon:
-            return partial(_make, make, config.name), Tried(notes=[str(error)])
+            return make, Tried(notes=[str(error)])
         given = "".join(f" {key}={value!r}" for key, value in config.options.items())
         raise ValueError(
             f"optimizer.name {config.name}{given} cannot be used: {error.__cause__}; correct its "
             "options, or choose another optimizer (one that needs a closure, which computes the "
             "loss again, is not supported)"
         ) from error
-    return partial(_make, make, config.name), tried
-
-
-def _make(make: Callable[[nn.Module], Optimizer], name: str, model: nn.Module) -> Optimizer:
-    try:
-        return make(model)
-    except Exception as error:
-        raise ValueError(f"optimizer.name {name} cannot be built: {error}{where(error)}") from error
+    return make, tried

@@ -12,7 +12,7 @@ from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.devices import unused
 from oneloop.launch.processes import Run
-from oneloop.machine.blocks import has_batch_statistics, has_dropout
+from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.mixed_precision import HALF
 from oneloop.run.environment import computed_by
 from oneloop.task_protocol.evaluation_metrics import prefix
@@ -191,8 +191,6 @@ def _other_layout(model: nn.Module, trial: Preflight) -> str:
             "(a hook, a custom backward, scale_grad_by_freq, or a small term of the loss): "
             f"{DEPENDS}"
         )
-    if has_dropout(model):
-        return "the model has dropout: another parallel layout draws other random numbers"
     if trial.collate_draws:
         return (
             "collate draws random numbers for a whole batch: another parallel layout draws others; "
@@ -201,7 +199,7 @@ def _other_layout(model: nn.Module, trial: Preflight) -> str:
         )
     if trial.draws:
         return (
-            "model, loss or collate draw random numbers: another parallel layout draws other "
-            "random numbers"
+            "model, loss or collate draw random numbers (dropout): another parallel layout draws "
+            "others"
         )
     return ""

@@ -1,4 +1,4 @@
-"""Find a model's blocks, dropout and BatchNorm, which decide how it can be run."""
+"""Find a model's blocks and BatchNorm, which decide how it can be run."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -62,7 +62,6 @@ def _repeated(model: nn.Module) -> set[str]:
 
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
-_DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
@@ -82,12 +81,3 @@ def statistics_of(model: nn.Module) -> set[str]:
         if isinstance(module, BATCH_STATISTICS) and module.training:
             names |= {f"buffer {prefix}.{name}" for name, _ in module.named_buffers()}
     return names
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether the model has a dropout layer, or attention dropout by its config."""
-    config = getattr(model, "config", None)
-    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, name, 0.0):
-            return True
-    return any(isinstance(module, _DROPOUT) and module.p > 0 for module in model.modules())
