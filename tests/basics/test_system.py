@@ -16,13 +16,12 @@ import numpy as np
 import psutil
 import pytest
 
-from oneloop.basics.system import files, memory, processes, signals
+from oneloop.basics.system import memory, processes, signals
 from oneloop.checkpoint.writing_process import WritingProcess
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.system",
-    "oneloop.basics.system.files",
     "oneloop.basics.system.memory",
     "oneloop.basics.system.processes",
     "oneloop.basics.system.signals",
@@ -172,21 +171,6 @@ def many_open_files():
     for handle in opened:
         os.close(handle)
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@pytest.mark.usefixtures("many_open_files")
-def test_a_descriptor_with_a_large_number_can_be_awaited():
-    read, written = os.pipe()
-    assert read > 1024
-    began = time.monotonic()
-    assert not files.readable_within(read, 0.2)
-    assert 0.15 < time.monotonic() - began < 60
-    os.write(written, b"1")
-    assert files.readable_within(read, None)
-    os.close(written)
-    os.read(read, 1)
-    assert files.readable_within(read, 0)  # its end
-    os.close(read)
 
 
 @pytest.mark.usefixtures("many_open_files")

@@ -29,7 +29,6 @@ from oneloop.basics.untrusted import (
     parsed_yaml,
     read_bytes,
     read_json,
-    read_yaml,
 )
 from oneloop.checkpoint.lease import _newest, _who
 from oneloop.checkpoint.manifest import header, manifest_of
@@ -45,7 +44,7 @@ from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.tools.after_training.recorded_task import recorded_by
 from oneloop.tools.report.page import report
-from oneloop.tools.run_reader import Follower, read_record
+from oneloop.tools.run_reader import Follower, read_record, read_yaml
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.bucket",

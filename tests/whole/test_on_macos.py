@@ -20,7 +20,6 @@ from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.system",
-    "oneloop.basics.system.files",
     "oneloop.basics.system.memory",
     "oneloop.basics.system.processes",
     "oneloop.basics.system.signals",

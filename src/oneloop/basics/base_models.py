@@ -34,27 +34,18 @@ def fetched(name: str, file: str) -> Path | None:
         path = Path(where) / file
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-    )
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(where, file, revision=revision))
-    except LocalEntryNotFoundError as error:
-        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
-    except EntryNotFoundError:
-        return None
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise ValueError(f"{name!r} cannot be fetched: {_first(error)}") from error
-
-
-def _first(error: Exception) -> str:
-    """Return the first two lines of an error, without the library's advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) or type(error).__name__
+    except (EntryNotFoundError, OSError, ValueError) as error:
+        # The repository lacks the file, unless that is only what a copy in the cache lacks.
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
+        # Show the first two lines, without the library's advice.
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = " ".join(lines[:2]) or type(error).__name__
+        raise ValueError(f"{name!r} cannot be fetched: {why}") from error
 
 
 @dataclass
@@ -129,7 +120,7 @@ class BaseModel:
         if there:
             return self.difference({**there, "settings": {}})
         named = str(about.get("base_model_name_or_path") or "")
-        here = Path(self.place.removeprefix(HUB).partition("@")[0]).name
+        here = Path(place_of(self.place)[0]).name
         return f"{named}, expected {self.place}" if named and Path(named).name != here else ""
 
 

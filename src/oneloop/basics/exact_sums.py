@@ -20,7 +20,7 @@ from oneloop.basics.tensors import on_gpu
 
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
-_NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
+_FIRST = -59  # least index of the first digit: of smaller values, too, a power of two is finite
 # Elements per piece. On a CPU, a piece fits into the cache. Nowhere may it have more than 2^22
 # elements, of which float64 adds the digits without rounding.
 _ON_CPU = 1 << 17
@@ -65,10 +65,10 @@ def exact_norm(
         group: process group of the shards. Collective: call on all of its ranks, even without
             shards.
     """
-    # Find the largest value, which decides where the digits begin.
-    device = next(tensor.device for tensor in (*whole, *shards))
-    held = [tensor for tensor in (*whole, *shards) if tensor.numel()]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
+    # Find the largest value.
+    tensors = (*whole, *shards)
+    held = [tensor for tensor in tensors if tensor.numel()]
+    zero = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     norms = torch._foreach_norm(held, math.inf) if held else []
     largest = torch.stack([zero, *(norm.double() for norm in norms)]).max()
     # a maximum over ranks may lose a NaN
@@ -76,57 +76,46 @@ def exact_norm(
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
 
+    # The first digit is the least n with |value| < 2^(15 n) for all values.
+    exponent = torch.frexp(largest).exponent.long()
+    first = ((exponent + _HALF - 1) // _HALF).clamp(min=_FIRST)
+
     # Add the digits of all ranks as integers, in any order.
-    first = _first_digit(largest)
-    total = _whole_digits(shards, first)
+    total = _digits(shards, first)
     if group is not None:
         dist.all_reduce(total, group=group)
 
     # Join the three digits, and scale the root back.
-    top, middle, low = (total + _whole_digits(whole, first)).double()
+    top, middle, low = (total + _digits(whole, first)).double()
     unit = 2.0 ** (-2 * _HALF)
     square = ((low * unit + middle) * unit + top) * unit
     norm = square.sqrt() * _power_of_two(_HALF * first)
     return torch.where(torch.isfinite(largest), norm, math.inf)
 
 
-def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
-    """Sum digits as integers, shape (3,), int64; exact for up to 2^33 elements."""
+def _digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
+    """Sum the first three digits of all squares as integers, shape (3,), int64.
+
+    It is exact for up to 2^33 elements, and undefined if an element is not finite.
+    """
     total = torch.zeros(_DIGITS, dtype=torch.int64, device=first.device)
     for piece in _pieces(tensors):
-        total += _digits(piece, first).nan_to_num(0.0, 0.0, 0.0).to(torch.int64)
-    return total
-
-
-def _first_digit(largest: Tensor) -> Tensor:
-    """Return the index of the first digit: the least n with |value| < 2^(15 n), or inf or NaN.
-
-    It is 0-dim, float64.
-    """
-    largest = largest.double()
-    number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=_NOTHING + 1)
-    return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, _NOTHING), largest)
-
-
-def _digits(piece: Tensor, first: Tensor) -> Tensor:
-    """Sum the first three digits of all squares, shape (3,), float64."""
-    rest = piece.detach().double() * _power_of_two(-_HALF * first)
-    rest.square_()
-    sums = []
-    for index in range(_DIGITS):
-        # The next digit is before the point.
-        rest.mul_(2.0 ** (2 * _HALF))
-        digit = rest.floor()
-        sums.append(digit.sum())
-        if index < _DIGITS - 1:
+        rest = piece.double() * _power_of_two(-_HALF * first)
+        rest.square_()
+        sums = []
+        for _ in range(_DIGITS):
+            # The next digit is before the point.
+            rest.mul_(2.0 ** (2 * _HALF))
+            digit = rest.floor()
+            sums.append(digit.sum())
             rest.sub_(digit)
-    return torch.stack(sums)
+        total += torch.stack(sums).long()
+    return total
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
     """Return 2^exponent, built from bits, since ``pow`` may round on some devices."""
-    whole = exponent.nan_to_num(0.0, 0.0, 0.0).to(torch.int64)
-    return ((whole + 1023) << 52).view(torch.float64)
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -41,8 +41,7 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     if file.is_dir() and not file.is_symlink():
         set_aside(file)  # else it could not be replaced
     try:
-        if draft.is_symlink():
-            draft.unlink()  # else the write would follow the link
+        draft.unlink(missing_ok=True)  # the write would follow a link
         draft.touch()
         # Keep the mode by umask: some libraries write files that only the owner can read.
         mode = draft.stat().st_mode & 0o777
@@ -91,13 +90,10 @@ def reject_run_folder(path: Path) -> None:
                 )
 
 
-_plain = json.JSONEncoder(allow_nan=False).encode  # cached: json.dumps builds one per call
-
-
 def dumps(content: Any, **how: Any) -> str:
     """Return JSON, with NaN and Inf as strings that ``float`` can parse."""
     try:
-        return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
+        return json.dumps(content, allow_nan=False, **how)
     except ValueError:
         return json.dumps(_finite(content), **how)
 
@@ -137,11 +133,8 @@ def _finite(content: Any) -> Any:
 
 def printable(text: object) -> str:
     """Return the text with control characters escaped (``\\x1b``), except tabs and line ends."""
-    shown = str(text)
-    if shown.isprintable():
-        return shown
     escaped = []
-    for character in shown:
+    for character in str(text):
         if not character.isprintable() and character not in "\n\t":
             character = character.encode("unicode_escape").decode()
         escaped.append(character)

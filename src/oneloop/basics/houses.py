@@ -99,15 +99,11 @@ def module_of(name: str) -> str:
 def missing(name: str) -> str:
     """Return the line that stands for a deleted tool, or a tool without what it needs; or ""."""
     for part in TOOLS[name]:
-        if not _exists(f"oneloop.{part}"):
+        spec = None
+        # find_spec imports the folder of a module, which may have been deleted, too.
+        with suppress(ModuleNotFoundError):
+            spec = find_spec(f"oneloop.{part}")
+        # A folder without __init__.py has no origin: a deleted one may keep its __pycache__.
+        if spec is None or spec.origin is None:
             return f"oneloop.{part} is not in this copy of oneloop"
     return ""
-
-
-def _exists(module: str) -> bool:
-    # find_spec imports the folder of a module, which may have been deleted, too.
-    with suppress(ModuleNotFoundError):
-        spec = find_spec(module)
-        # A folder without __init__.py has no origin: a deleted one may keep its __pycache__.
-        return spec is not None and spec.origin is not None
-    return False

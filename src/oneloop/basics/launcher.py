@@ -81,11 +81,6 @@ def exit_folder() -> Path:
     return Path(os.environ.get(FILE) or "/dev/null/none").parent
 
 
-def has_exit_file() -> bool:
-    """Return whether this process should report its exit code by a file."""
-    return exit_folder().is_dir()
-
-
 def register_process() -> None:
     """If ``oneloop launch`` waits for this process, ask it to forward its signals here."""
     with suppress(OSError):
@@ -102,15 +97,13 @@ def report_exit_code(code: int) -> bool:
 
     An error overrides other codes, a stop none.
     """
-    file = os.environ.get(FILE)
-    if not file:
+    if not os.environ.get(FILE):
         return False
+    file = Path(os.environ[FILE])
     try:
-        overrides = code == ERROR or not os.path.exists(file)
-        if not overrides and code != STOPPED:
-            overrides = Path(file).read_text() == str(STOPPED)
-        if overrides:
-            Path(file).write_text(str(code))
+        known = file.read_text() if file.exists() else ""
+        if code == ERROR or known in ("", str(STOPPED)):
+            file.write_text(str(code))
     except OSError:  # the launcher has ended
         return False
     return True

@@ -8,7 +8,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.progress import Progress
 
@@ -28,19 +28,20 @@ class Working:
 
     def __init__(self, what: str, *, total: int | None = None) -> None:
         self._bars = BARS.get()
-        self._task: Any = self._bars.add_task(what, total=total, text="") if self._bars else None
+        if self._bars:
+            self._task = self._bars.add_task(what, total=total, text="")
 
     def advance(self) -> None:
         """Advance the bar by one; also a heartbeat."""
         BEATS.beat()
-        if self._bars and self._task is not None:
+        if self._bars:
             self._bars.advance(self._task)
 
     def done(self) -> None:
         """Remove the bar."""
-        if self._bars and self._task is not None:
+        if self._bars:
             self._bars.remove_task(self._task)
-            self._task = None
+            self._bars = None
 
     def __enter__(self) -> "Working":
         return self

@@ -110,11 +110,6 @@ def restored_generators(device: torch.device = _CPU) -> Iterator[None]:
         set_random_states(states, device)
 
 
-def has_drawn(before: Sequence[Any], device: torch.device) -> bool:
-    """Whether random numbers were drawn since the states ``before``."""
-    return before != random_states(device)
-
-
 def _text(state: torch.Tensor) -> str:
     return state.numpy().tobytes().hex()
 

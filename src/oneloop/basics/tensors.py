@@ -56,9 +56,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> bool:
     """Return whether a tensor has no gaps between its elements, in any order of dimensions."""
-    packed = torch.empty_like(tensor, device="meta").stride()
-    strides = zip(tensor.stride(), packed, tensor.size(), strict=True)
-    return all(own == other or size == 1 for own, other, size in strides)
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -217,20 +215,6 @@ def reshard(model: nn.Module) -> None:
         unit.reshard()
 
 
-def recovered(model: nn.Module) -> bool:
-    """Return whether the model can be used after a forward that failed.
-
-    FSDP2 can reset its state since torch 2.15.
-    """
-    if not isinstance(model, FSDPModule):
-        return True
-    reset: Any = getattr(model, "reset_iter_state", None)
-    if reset is None:
-        return False
-    reset()
-    return True
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, 1-D; they may share its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -291,17 +275,14 @@ def share_buffers(model: nn.Module) -> None:
     """
     if is_alone():
         return
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-    if not buffers:
-        return
-
-    # Join the bytes of all buffers, whatever their dtypes.
-    flat = [as_bytes(buffer) for buffer in buffers]
-    joined = torch.cat(flat)
-    dist.broadcast(joined, src=0)
-    for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
-        # the clone is aligned for every dtype
-        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))
+    # torch joins the bytes of all buffers, whatever their dtypes.
+    buffers = [*model.buffers()]
+    received = [as_bytes(buffer) for buffer in buffers]
+    if received:
+        group = dist.distributed_c10d._get_default_group()
+        dist._broadcast_coalesced(group, received, 1 << 28, 0)  # type: ignore[attr-defined]
+    for buffer, content in zip(buffers, received, strict=True):
+        buffer.copy_(content.view(buffer.dtype).view(buffer.shape))
 
 
 @contextmanager

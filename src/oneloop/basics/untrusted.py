@@ -17,7 +17,6 @@ from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
 
 MOST_BYTES = 1 << 25  # of a file that is parsed as a whole
-_MOST_YAML = 1 << 20  # bytes
 _MOST_DEPTH = 250  # of containers in a JSON file
 _NAME_BYTES = 255  # of file systems
 _UNEXPECTED = (
@@ -29,13 +28,6 @@ _UNEXPECTED = (
     SafetensorError,
 )
 """errors of code that finds other values in a file than it expects"""
-
-
-def is_number(value: object) -> bool:
-    """Return whether a value is a number that fits a tensor; NaN and infinity are numbers."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return isinstance(value, float) or abs(value) < 1 << 63
 
 
 @contextmanager
@@ -116,10 +108,6 @@ def parsed_json(content: bytes | str, kind: type = dict) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     _reject_deep(value)
-    return _of_kind(value, kind)
-
-
-def _of_kind(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"expected a {kind.__name__}, found {value!r:.60}")
     return value
@@ -165,16 +153,6 @@ def parsed_yaml(text: str) -> Any:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:  # of wrong tags
         raise ValueError(one_line(error)) from error
-
-
-def read_yaml(file: Path) -> dict[str, Any]:
-    """Return the dictionary in a small YAML file.
-
-    Raises:
-        ValueError: it is not YAML, not a dictionary, or too large.
-        OSError: it cannot be read.
-    """
-    return dict(_of_kind(parsed_yaml(read_bytes(file, _MOST_YAML).decode()), dict))
 
 
 class NotDeleted(Unavailable):

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.checkpoint.manifest import manifest_of
@@ -192,7 +192,7 @@ def _print(message: dict[str, Any]) -> None:
 
 def _input_waiting() -> bool:
     """Return whether standard input has data; during a save, that can only be its cancellation."""
-    return readable_within(sys.stdin.fileno(), 0)
+    return bool(wait([sys.stdin.fileno()], 0))
 
 
 if __name__ == "__main__":

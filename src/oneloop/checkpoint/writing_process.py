@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.side_copies import SideCopy
-from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.memory import nameless_file
 from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, News
@@ -217,7 +217,7 @@ class WritingProcess:
         received: Any = self._process.stdout
         until = math.inf if seconds is None else time.monotonic() + seconds
         left = seconds
-        while readable_within(received.fileno(), left):
+        while wait([received], left):
             line = received.raw.readline()  # no further line waits in a buffer
             if not line.endswith(b"\n"):
                 return Answer(error=f"the writing process ended with {self._process.wait()}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
-from oneloop.basics.seeds import has_drawn, random_states, reseed
+from oneloop.basics.seeds import random_states, reseed
 from oneloop.checks.passes import Pass, Wrapped, run_pass
 from oneloop.checks.samples import TRAINED, TrialSamples
 from oneloop.checks.state import Values, restored
@@ -91,7 +91,7 @@ class DryRun:
 
     def drew(self) -> bool:
         """Return whether random numbers were drawn since the last batch was collated."""
-        return has_drawn(self.seeded, self.run.device)
+        return self.seeded != random_states(self.run.device)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set; under FSDP2, on any rank: passes are collective."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oneloop.basics.content_hash import content_hash
-from oneloop.basics.seeds import has_drawn, random_states, reseed
+from oneloop.basics.seeds import random_states, reseed
 from oneloop.data.fingerprint import fault
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.job.build import Job
@@ -93,7 +93,7 @@ class TrialSamples:
         reseed(self._device, self._seed, seed, others=True)
         before = random_states(self._device)
         collated = first.contract.collated(given)
-        draws = has_drawn(before, self._device)
+        draws = before != random_states(self._device)
         if first.stored and content_hash(given) != content:
             first.wrong = first.wrong or BY_COLLATE
         batch = self._collate.completed(collated, [index for index, _ in samples])

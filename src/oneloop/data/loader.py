@@ -25,7 +25,6 @@ from oneloop.basics.differences import Texts, differences, listed
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.launcher import local_ranks
 from oneloop.basics.seeds import (
-    has_drawn,
     random_states,
     restored_generators,
     with_restored_generators,
@@ -428,7 +427,7 @@ class FixedCollate:
 
         states = None if self._checked else random_states(_CPU)
         batch = self.collate(values)
-        if states and has_drawn(states, _CPU):
+        if states and states != random_states(_CPU):
             raise ValueError(
                 "collate draws random numbers, which depend on how a step is divided; draw them in "
                 "the data set's __getitem__ (for a collator of transformers, by "

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import INTERRUPTED, StoppedEarly
-from oneloop.basics.launcher import has_exit_file, ranks, report_exit_code
+from oneloop.basics.launcher import exit_folder, ranks, report_exit_code
 from oneloop.basics.system.signals import on_stops, stop_signals
 from oneloop.supervise.crash_report import stop_name
 from oneloop.supervise.pipe import CHANNEL
@@ -38,7 +38,7 @@ def leave(code: int, *, main: bool) -> NoReturn:
     CHANNEL.send(ended=code)
 
     # Choose the code for the launcher.
-    if has_exit_file() and (code != exit_codes.ERROR or not several):
+    if exit_folder().is_dir() and (code != exit_codes.ERROR or not several):
         reports = main or os.environ.get("LOCAL_RANK") == "0"  # the file is on this node
         if not reports or report_exit_code(code):
             code = 0

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 from oneloop.basics.files import replacing
 from oneloop.basics.heartbeats import BEATS, SET_UP
 from oneloop.basics.launcher import rank
-from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.processes import bytes_moved
 from oneloop.basics.system.signals import write_stacks_to
 from oneloop.supervise.crash_report import STACKS
@@ -140,7 +140,7 @@ class Channel:
                 BEATS.moved()
             self.send(beat=_beat(patience))
             # in a thread, as NCCL may not answer
-            if readable_within(self._link.fileno(), TICK) and self._link.recv(1 << 10):
+            if wait([self._link], TICK) and self._link.recv(1 << 10):
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
 
     def _uncaught(

@@ -18,11 +18,12 @@ import numpy as np
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, printable
-from oneloop.basics.untrusted import MOST_BYTES, opened, read_json, read_yaml
+from oneloop.basics.untrusted import MOST_BYTES, opened, parsed_yaml, read_bytes, read_json
 from oneloop.show.metrics_file import parsed
 
 _LOG = "metrics.jsonl"
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
+_MOST_YAML = 1 << 20  # bytes of a YAML file
 _LINES = 1 << 16  # lines kept of a followed run
 EVENTS = 2000  # events kept of a run; some saves are dropped above it
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
@@ -264,6 +265,19 @@ def log_lines(folder: Path) -> Iterator[dict[str, Any]]:
             yield from parsed(iter(partial(stream.readline, MOST_BYTES), b""), of=file)
     except OSError as error:
         raise BadInput(f"{folder} holds no run ({_LOG}: {error.strerror})") from error
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Return the dictionary in a small YAML file.
+
+    Raises:
+        ValueError: it is not YAML, not a dictionary, or too large.
+        OSError: it cannot be read.
+    """
+    content = parsed_yaml(read_bytes(file, _MOST_YAML).decode())
+    if not isinstance(content, dict):
+        raise ValueError(f"expected a dict, found {content!r:.60}")
+    return content
 
 
 def content_of(file: Path, read: Callable[[Path], dict[str, Any]] = read_json) -> dict[str, Any]:

@@ -9,19 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_STOPS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 # seconds; a second SIGINT within them is the first one, sent by the terminal and by a launcher
 AT_ONCE = 1.0
 
 
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that request a stop; SIGHUP is not one under nohup."""
-    there = [getattr(signal, name) for name in _STOPS if hasattr(signal, name)]
-    return [
-        found
-        for found in there
-        if found.name != "SIGHUP" or signal.getsignal(found) is not signal.SIG_IGN
-    ]
+    stops = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        stops.append(signal.SIGHUP)
+    return stops
 
 
 def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:

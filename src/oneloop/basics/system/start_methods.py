@@ -6,14 +6,9 @@
 import multiprocessing
 import sys
 from mmap import mmap
-from multiprocessing.context import (
-    BaseContext,
-    SpawnContext,
-    SpawnProcess,
-    get_spawning_popen,
-)
+from multiprocessing.context import SpawnContext, SpawnProcess, get_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -61,7 +56,7 @@ class _SpawnedAlone(_Spawned):
     alone = True
 
 
-def start_context(*, alone: bool = False) -> BaseContext:
+def start_context(*, alone: bool = False) -> Any:
     """Return the start method of new processes: fork on Linux, spawn elsewhere.
 
     The libraries of macOS start threads, which makes fork unsafe. With spawn, the function of a new
@@ -75,7 +70,7 @@ def start_context(*, alone: bool = False) -> BaseContext:
         return multiprocessing.get_context("fork")
     context: Any = SpawnContext()
     context.Process = _SpawnedAlone if alone else _Spawned
-    return cast("BaseContext", context)
+    return context
 
 
 def spawns() -> bool:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import with_one_border
 from oneloop.tasks.language.conversations import (
@@ -88,7 +87,8 @@ def encoded_pair(
 def _margin(row: Row, columns: Mapping[str, str]) -> float:
     """Return the margin of a row, 0 without a column. Raise ValueError if it is not a number."""
     value = row[columns["margin"]] if columns.get("margin") else 0
-    if not is_number(value) or not is_finite(value):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not is_finite(value):
         raise ValueError(
             f"the margin is {brief(value)}; a finite number is needed: how much better the chosen "
             "answer is, in float32"

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.untrusted import read_yaml
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.store import Store
 from oneloop.recipe.comparison import training_configuration
-from oneloop.tools.run_reader import content_of, log_lines
+from oneloop.tools.run_reader import content_of, log_lines, read_yaml
 
 _KINDS = ("model", "optimizer", "ema")  # first parts of tensor names
 

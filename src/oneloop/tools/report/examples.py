@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from oneloop.basics.generation import TEXTS, generated
-from oneloop.basics.tensors import recovered
 from oneloop.data.step_batches import to_device
 from oneloop.task_protocol.evaluation_metrics import is_matrix
 from oneloop.tools.report.pictures import data_url, log_samples
@@ -138,7 +138,7 @@ class Examples:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a failure here must not stop the run
-            if method == "generate" and not recovered(model):
+            if method == "generate" and not _recovered(model):
                 raise
             self.problem = (
                 f"a sample cannot be shown ({type(task).__name__}.{method}: "
@@ -215,3 +215,17 @@ def matrices(task: object, values: Mapping[str, Tensor]) -> dict[str, Any]:
 def _names_of(names: Sequence[Any], size: int) -> list[str]:
     """Return names as text, or numbers if they are not as many."""
     return [*map(str, names if len(names) == size else range(size))]
+
+
+def _recovered(model: nn.Module) -> bool:
+    """Return whether the model can be used after a forward that failed.
+
+    FSDP2 can reset its state since torch 2.15.
+    """
+    if not isinstance(model, FSDPModule):
+        return True
+    reset: Any = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    return True

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from oneloop.basics.exit_codes import STOPPED
-from oneloop.basics.untrusted import is_number, read_json
+from oneloop.basics.untrusted import read_json
 from oneloop.run.folder import Folder, read_vouched
 from oneloop.show.metrics_file import parsed
 
@@ -61,7 +61,7 @@ def _last_time(file: Path) -> float:
         lines.seek(max(0, size - _TAIL))
         times = [0.0]
         for line in parsed(lines):
-            if is_number(line.get("time")):
+            if isinstance(line.get("time"), int | float):
                 times.append(line["time"])
     return max(times)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from xxhash import xxh3_64_hexdigest
 import oneloop
 from oneloop.basics.files import cache_folder, replacing
 from oneloop.basics.launcher import local_ranks
-from oneloop.basics.system.files import readable_within
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
@@ -230,7 +229,7 @@ def _start(run: str) -> None:
         )
     assert process.stdout is not None
     with process.stdout as stdout:
-        port = stdout.readline() if readable_within(stdout.fileno(), _START) else b""
+        port = stdout.readline() if wait([stdout.fileno()], _START) else b""
     if not port:
         process.kill()
         process.wait()
