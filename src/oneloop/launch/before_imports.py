@@ -20,7 +20,7 @@ from oneloop.basics.system.processes import continue_in_child, die_with, handed_
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
-from oneloop.supervise.pipe import CHANNEL
+from oneloop.supervise.pipe import CHANNEL, Connection
 
 
 def begin() -> None:
@@ -81,7 +81,7 @@ def supervised() -> None:
         return
 
     # Imported before the fork: after it, the supervisor must answer at once.
-    from oneloop.supervise.ranks import Connection, Supervisors
+    from oneloop.supervise.ranks import Supervisors
     from oneloop.supervise.supervisor import Supervisor
     from oneloop.supervise.worker import Worker
 

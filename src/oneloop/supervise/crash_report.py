@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from oneloop.basics.exit_codes import ERROR
 from oneloop.basics.files import dumps, replacing, vouched
@@ -35,11 +34,6 @@ class Cause:
     words: str  # the message
     text: str = ""  # the traceback
     follows: bool = False  # a consequence: the error only shows that another rank has ended
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Entries for the run's summary."""
-        return {"exit_reason": f"error: {self.words}", "exit_code": ERROR}
 
 
 def say(words: str) -> None:
@@ -83,10 +77,11 @@ def stopped_early(by: str | None) -> str:
     return f"stopped by {by} before the run started; nothing was written"
 
 
-def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write summary.json of a run whose processes have ended."""
+def write_summary(folder: Path, reason: str) -> None:
+    """Write summary.json of a run whose processes have ended with an error."""
 
     def write() -> None:
+        content = {"exit_reason": reason, "exit_code": ERROR}
         with replacing(folder / "summary.json") as draft:
             draft.write_text(dumps(vouched(content), indent=2) + "\n")
         (folder / "owner.json").unlink(missing_ok=True)

@@ -28,6 +28,10 @@ class RankStatus:
     silent: float = 0.0  # seconds since the last report
     stopped: bool = False  # whether SIGSTOP stopped it
 
+    def later(self, seconds: float) -> "RankStatus":
+        """Return the status so many seconds later, if no report arrives."""
+        return replace(self, since=self.since + seconds, silent=self.silent + seconds)
+
     @property
     def late(self) -> bool:
         """Whether its last heartbeat is too long ago; a stop request does not change that."""
@@ -171,8 +175,5 @@ class Watch:
                 return []
             # Add the time since the report.
             at, status = self._statuses[rank]
-            passed = now - at
-            known.append(
-                replace(status, since=status.since + passed, silent=status.silent + passed)
-            )
+            known.append(status.later(now - at))
         return known

@@ -71,7 +71,7 @@ def _waits(file: str) -> bool:
 TICK = 0.5  # seconds between two reports
 _STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack; x patience
 _MANY = 1 << 18  # bytes between two reports that count as progress; reports are far smaller
-_SEND_TIMEOUT = 2.0  # time limit in seconds of a send
+_MOST_BYTES = 1 << 24  # of a message
 _COMPILING = 1800.0  # hang limit in seconds while a compiler runs, in any phase
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError", "FailedElsewhere")
 _CONNECTION_ERRORS = (
@@ -84,11 +84,61 @@ _CONNECTION_ERRORS = (
 )
 
 
+class Connection:
+    """Messages to and from a training process or another supervisor: lines of JSON.
+
+    Args:
+        link: the socket.
+        rank: rank of the other side; -1: it is not known yet.
+    """
+
+    def __init__(self, link: socket.socket, rank: int = -1) -> None:
+        self.link = link
+        self.rank = rank
+        self.heard = time.monotonic()  # when the last message arrived
+        self._buffer = b""  # a part of the next message
+
+    def received(self) -> list[dict[str, Any]] | None:
+        """Return the messages since the last call.
+
+        None if the connection is closed, or if a message is too long.
+        """
+        # Read all that has arrived.
+        closed = True
+        try:
+            self.link.setblocking(False)
+            while more := self.link.recv(1 << 16):
+                self._buffer += more
+                self.heard = time.monotonic()
+                if len(self._buffer) > _MOST_BYTES:
+                    return None
+        except BlockingIOError:
+            closed = False
+        except OSError:
+            pass
+
+        # Divide it into messages, of which one may be incomplete: it took too long to send it.
+        *lines, self._buffer = self._buffer.split(b"\n")
+        if closed and not lines:
+            return None
+        messages = []
+        for line in lines:
+            with suppress(ValueError, RecursionError):
+                messages.append(json.loads(line))
+        return messages
+
+    def send(self, **message: Any) -> None:
+        """Send one message; drop it after a second, or if the connection is closed."""
+        with suppress(OSError):
+            self.link.settimeout(1.0)
+            self.link.sendall(json.dumps(message).encode() + b"\n")
+
+
 class Channel:
     """The connection to the supervisor; without a supervisor, the methods do nothing."""
 
     def __init__(self) -> None:
-        self._link: socket.socket
+        self._link: Connection
         self._owner = 0  # process that opened it; a fork must not write to it
         self._lock = threading.RLock()  # several threads send
         self.folder: Path | None = None  # the run folder, once the run writes to it
@@ -106,8 +156,7 @@ class Channel:
                 to the run folder.
             stacks: file descriptor for the stacks of all threads, written when the supervisor asks.
         """
-        self._link = socket.socket(fileno=handle)
-        self._link.settimeout(_SEND_TIMEOUT)
+        self._link = Connection(socket.socket(fileno=handle))
         self._owner = os.getpid()
         BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
         os.set_blocking(stacks, False)
@@ -118,8 +167,8 @@ class Channel:
     def send(self, **message: Any) -> None:
         """Send one message; drop it if the supervisor does not read in time."""
         if self.watched:
-            with self._lock, suppress(OSError):
-                self._link.sendall(json.dumps(message).encode() + b"\n")
+            with self._lock:
+                self._link.send(**message)
 
     def report(self, patience: float) -> None:
         """Report heartbeats from a thread, twice a second and at each new phase.
@@ -140,7 +189,7 @@ class Channel:
                 BEATS.moved()
             self.send(beat=_beat(patience))
             # in a thread, as NCCL may not answer
-            if wait([self._link], TICK) and self._link.recv(1 << 10):
+            if wait([self._link.link], TICK) and self._link.received():
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
 
     def _uncaught(

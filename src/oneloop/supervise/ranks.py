@@ -3,7 +3,6 @@
 All supervisors are connected to that of rank 0.
 """
 
-import json
 import os
 import secrets
 import selectors
@@ -16,60 +15,9 @@ from typing import Any
 
 from oneloop.basics.launcher import HOST, local_ranks
 from oneloop.supervise.crash_report import Cause
-from oneloop.supervise.pipe import ADDRESS
+from oneloop.supervise.pipe import ADDRESS, Connection
 
-_MOST_BYTES = 1 << 24  # of a message
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
-
-
-class Connection:
-    """Messages to and from a training process or another supervisor: lines of JSON.
-
-    Args:
-        link: the socket.
-        rank: rank of the other side; -1: it is not known yet.
-    """
-
-    def __init__(self, link: socket.socket, rank: int = -1) -> None:
-        self.link = link
-        self.rank = rank
-        self.heard = time.monotonic()  # when the last message arrived
-        self._buffer = b""  # a part of the next message
-
-    def received(self) -> list[dict[str, Any]] | None:
-        """Return the messages since the last call.
-
-        None if the connection is closed, or if a message is too long.
-        """
-        # Read all that has arrived.
-        closed = True
-        try:
-            self.link.setblocking(False)
-            while more := self.link.recv(1 << 16):
-                self._buffer += more
-                self.heard = time.monotonic()
-                if len(self._buffer) > _MOST_BYTES:
-                    return None
-        except BlockingIOError:
-            closed = False
-        except OSError:
-            pass
-
-        # Divide it into messages, of which one may be incomplete: it took too long to send it.
-        *lines, self._buffer = self._buffer.split(b"\n")
-        if closed and not lines:
-            return None
-        messages = []
-        for line in lines:
-            with suppress(ValueError, RecursionError):
-                messages.append(json.loads(line))
-        return [message for message in messages if isinstance(message, dict)]
-
-    def send(self, **message: Any) -> None:
-        """Send one message; drop it after a second, or if the connection is closed."""
-        with suppress(OSError):
-            self.link.settimeout(1.0)
-            self.link.sendall(json.dumps(message).encode() + b"\n")
 
 
 class Supervisors:
@@ -88,8 +36,9 @@ class Supervisors:
         self._connections: list[Connection] = []
         # name of each rank's node, if there are several
         self.hosts = {rank: os.environ.get(HOST, "")}
+        # gets the rank and the message of another supervisor; None: it is gone
+        self.handle: Callable[[int, dict[str, Any] | None], None] = lambda *_: None
         self._token = secrets.token_hex(8)
-        self._server: socket.socket | None = None
         # whether all ranks are on this node
         self._local = local_ranks() == ranks
         self._given_up_until = 0.0
@@ -103,19 +52,10 @@ class Supervisors:
         host = "127.0.0.1" if self._local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         with suppress(OSError):
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._server = socket.create_server(address[:2], family=family)
-            self._server.setblocking(False)
-            os.environ[ADDRESS] = f"{host} {self._server.getsockname()[1]} {self._token}"
-
-    def watch(self, handle: Callable[[int, dict[str, Any] | None], None]) -> None:
-        """Accept connections from now on.
-
-        ``handle`` gets the rank and the message of another supervisor; None: it is gone.
-        """
-        self._handle = handle
-        if self._server is not None:
-            accept = partial(self._accept, self._server)
-            self._selector.register(self._server, selectors.EVENT_READ, accept)
+            server = socket.create_server(address[:2], family=family)
+            server.setblocking(False)
+            self._selector.register(server, selectors.EVENT_READ, partial(self._accept, server))
+            os.environ[ADDRESS] = f"{host} {server.getsockname()[1]} {self._token}"
 
     def _accept(self, server: socket.socket) -> None:
         with suppress(OSError):
@@ -184,11 +124,11 @@ class Supervisors:
         if received is None:
             self._forget(peer)
             if peer.rank >= 0:
-                self._handle(peer.rank, None)
+                self.handle(peer.rank, None)
             return
         for message in received:
             if peer.rank >= 0:
-                self._handle(peer.rank, message)
+                self.handle(peer.rank, message)
                 continue
             # The first message must hold the secret token.
             match message:

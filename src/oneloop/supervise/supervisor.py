@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,7 +96,7 @@ class Supervisor:
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 1 << 12))
         self._selector.register(self.child.connection.link, selectors.EVENT_READ, self._read_child)
-        self.peers.watch(self._from_peer)
+        self.peers.handle = self._from_peer
 
         # Watch; an error in it must not stop the training.
         try:
@@ -205,7 +205,8 @@ class Supervisor:
             self._read_child()
             self._child_ended()
         self._check_stop(now - self._stopped_at)
-        self._check_exit(now)
+        if now - self._finished_at > self.child.patience * _OVER:
+            self._end_hung_exit()
 
         # Find hangs, and lost ranks.
         self._exchange_status(now)
@@ -230,8 +231,7 @@ class Supervisor:
         status = self.child.rank_status()
         if self._reported_code is None:
             # Without a connection, this supervisor decides alone.
-            unmet = self.peers.ranks > 1 and not self.peers.all_connected
-            if unmet and not self._causes and status.late:
+            if not self.peers.all_connected and not self._causes and status.late:
                 self._end_with_error(Cause(self.rank, describe_hang(status)))
             self.watch.update(status)
         if now - self._last_sent > TICK:
@@ -272,15 +272,10 @@ class Supervisor:
                 f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
                 "enough to save"
             )
-            cause = Cause(self.rank, words)
-            if self.rank == 0:
-                self._end_with_error(cause)
-            self._add_cause(cause)
+            self._add_cause(Cause(self.rank, words))
 
-    def _check_exit(self, now: float) -> None:
-        """Kill this rank if it does not exit after it, or rank 0, has finished."""
-        if now - self._finished_at <= self.child.patience * _OVER:
-            return
+    def _end_hung_exit(self) -> None:
+        """Kill this rank, which does not exit after it, or rank 0, has finished."""
         if self._reported_code is not None:
             say(
                 f"rank {self.rank} has finished but does not exit (a thread or an exit "
@@ -354,7 +349,7 @@ class Supervisor:
 
     def _end_with_error(self, cause: Cause) -> NoReturn:
         """End the run on all ranks, and report the cause."""
-        cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
+        reason = f"error: {cause.words}{self.peers.on(cause.rank)}"
 
         # Rank 0 reports for all, if it can.
         alone = self.rank == 0 or not self.peers.all_connected or cause.rank == 0
@@ -364,10 +359,10 @@ class Supervisor:
         # Write the summary first, and last the page, which takes longer.
         folder = self._folder if alone and 0 not in self.watch.ended else None
         if folder is not None:
-            write_summary(folder, cause.summary)
+            write_summary(folder, reason)
         if alone:
             print(cause.text, end="", file=sys.stderr)
-            say(cause.summary["exit_reason"])
+            say(reason)
         if folder is not None:
             write_page(folder)
         self._leave(ERROR)
@@ -376,5 +371,5 @@ class Supervisor:
         """End the training process, and exit; with 0 if the launcher gets the code by a file."""
         self.child.kill()
         known = report_exit_code(code)
-        alone = self.peers.ranks > 1 and not self.peers.all_connected and not self.peers.others
+        alone = not self.peers.all_connected and not self.peers.others
         os._exit(0 if known and not alone else code)

@@ -11,7 +11,7 @@ from typing import Any
 from oneloop.basics.system.processes import children, is_stopped
 from oneloop.basics.system.signals import answers_with_stacks, ask_for_stacks
 from oneloop.supervise.hangs import RankStatus
-from oneloop.supervise.ranks import Connection
+from oneloop.supervise.pipe import Connection
 
 _ANSWER = 1.5  # seconds to wait for the stacks of a process
 _SILENCE = 0.2  # seconds without output after which stacks count as complete
@@ -52,12 +52,8 @@ class Worker:
     def rank_status(self) -> RankStatus:
         """Return the status of this rank: its last report, and what it cannot know."""
         silent = time.monotonic() - self.connection.heard
-        return replace(
-            self._reported,
-            since=self._reported.since + silent,
-            silent=silent,
-            stopped=silent > 1.0 and is_stopped(self.pid),
-        )
+        stopped = silent > 1.0 and is_stopped(self.pid)
+        return replace(self._reported.later(silent), stopped=stopped)
 
     def reset_timers(self) -> None:
         """Restart all timers: the whole machine was suspended."""
