@@ -27,6 +27,7 @@ class RankStatus:
     held: bool = False  # held by a debugger: never counts as hung
     silent: float = 0.0  # seconds since the last report
     stopped: bool = False  # whether SIGSTOP stopped it
+    node: str = ""  # name of its node, if there are several
 
     def later(self, seconds: float) -> "RankStatus":
         """Return the status so many seconds later, if no report arrives."""
@@ -121,6 +122,11 @@ class Watch:
     def update(self, status: RankStatus) -> None:
         """Store the report of one rank."""
         self._statuses[status.rank] = time.monotonic(), status
+
+    def node(self, rank: int) -> str:
+        """Return "; node NAME" for a rank, if there are several nodes."""
+        _, status = self._statuses.get(rank, (0.0, RankStatus(rank)))
+        return f"; node {status.node}" if status.node else ""
 
     def reset(self) -> None:
         """Forget all reports: the machine was suspended."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from oneloop.basics.launcher import HOST, local_ranks
+from oneloop.basics.launcher import local_ranks
 from oneloop.supervise.crash_report import Cause
 from oneloop.supervise.pipe import ADDRESS, Connection
 
@@ -34,8 +34,6 @@ class Supervisors:
         self.ranks = ranks
         self._selector = selector
         self._connections: list[Connection] = []
-        # name of each rank's node, if there are several
-        self.hosts = {rank: os.environ.get(HOST, "")}
         # gets the rank and the message of another supervisor; None: it is gone
         self.handle: Callable[[int, dict[str, Any] | None], None] = lambda *_: None
         self._token = secrets.token_hex(8)
@@ -66,7 +64,7 @@ class Supervisors:
         host, port, token = address.split()
         with suppress(OSError):
             peer = self._added(socket.create_connection((host, int(port)), timeout=5.0), rank=0)
-            peer.send(rank=self.rank, word=token, host=os.environ.get(HOST, ""))
+            peer.send(rank=self.rank, word=token)
 
     def _added(self, link: socket.socket, rank: int = -1) -> Connection:
         peer = Connection(link, rank)
@@ -114,10 +112,6 @@ class Supervisors:
         """
         return time.monotonic() < self._given_up_until
 
-    def on(self, rank: int) -> str:
-        """Return "; node NAME" for a rank, if there are several nodes."""
-        return f"; node {self.hosts[rank]}" if self.hosts.get(rank) else ""
-
     def _read(self, peer: Connection) -> None:
         """Handle what has arrived from another supervisor."""
         received = peer.received() if peer in self._connections else []
@@ -132,11 +126,10 @@ class Supervisors:
                 continue
             # The first message must hold the secret token.
             match message:
-                case {"word": str(word), "rank": int(rank), "host": str(host)} if (
-                    secrets.compare_digest(word.encode(errors="replace"), self._token.encode())
+                case {"word": str(word), "rank": int(rank)} if secrets.compare_digest(
+                    word.encode(errors="replace"), self._token.encode()
                 ):
                     peer.rank = rank
-                    self.hosts[rank] = host
                 case _:
                     self._forget(peer)
                     return

@@ -123,25 +123,24 @@ class Supervisor:
             key.data()
 
     def _read_child(self) -> None:
-        for message in self.child.messages():
-            self._from_child(message)
-
-    def _from_child(self, message: dict[str, Any]) -> None:
-        """Handle a message of the training process."""
-        match message:
-            case {"listens": _}:
-                self._child_listens = True
-            case {"folder": folder}:
-                self._folder = Path(folder) if folder else None  # None: it was moved
-            case {"watched_at": str() as address} if self.rank != 0:
-                self.peers.connect(address)
-            case {"ended": code}:
-                self._reported_code = code
-                self._finished_at = time.monotonic()
-                self.watch.ended.add(self.rank)
-                self.peers.send(ended=code)
-            case {"fault": fault}:
-                self._add_cause(Cause(self.rank, **fault))
+        """Handle the messages of the training process."""
+        for message in self.child.connection.received() or ():
+            match message:
+                case {"beat": beat}:
+                    self.child.reported = RankStatus(self.rank, **beat)
+                case {"listens": _}:
+                    self._child_listens = True
+                case {"folder": folder}:
+                    self._folder = Path(folder) if folder else None  # None: it was moved
+                case {"watched_at": str() as address} if self.rank != 0:
+                    self.peers.connect(address)
+                case {"ended": code}:
+                    self._reported_code = code
+                    self._finished_at = time.monotonic()
+                    self.watch.ended.add(self.rank)
+                    self.peers.send(ended=code)
+                case {"fault": fault}:
+                    self._add_cause(Cause(self.rank, **fault))
 
     def _from_peer(self, rank: int, message: dict[str, Any] | None) -> None:
         """Handle a message of another supervisor; None: its connection was closed."""
@@ -150,8 +149,6 @@ class Supervisor:
                 if self._reported_code is None and rank not in self.watch.ended:
                     words = f"rank {rank} and its supervisor process were killed"
                     self._add_cause(Cause(rank, words, follows=True))
-            case {"host": str() as host}:
-                self.peers.hosts[rank] = host
             case {"status": status}:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
@@ -227,7 +224,7 @@ class Supervisor:
             self._leave(BAD_INPUT)
 
     def _exchange_status(self, now: float) -> None:
-        """Note the status of this rank, and send it to rank 0."""
+        """Note the status of this rank, and send it to rank 0; that sends its own to all."""
         status = self.child.rank_status()
         if self._reported_code is None:
             # Without a connection, this supervisor decides alone.
@@ -236,10 +233,7 @@ class Supervisor:
             self.watch.update(status)
         if now - self._last_sent > TICK:
             self._last_sent = now
-            if self.rank != 0:
-                self.peers.send(status=asdict(status))
-            else:
-                self.peers.send(host=os.environ.get(HOST, ""))
+            self.peers.send(status=asdict(status))
 
     def _forward(self, number: int, by: str = "") -> None:
         """Pass a stop request on to the training process; before it listens, end it."""
@@ -349,7 +343,7 @@ class Supervisor:
 
     def _end_with_error(self, cause: Cause) -> NoReturn:
         """End the run on all ranks, and report the cause."""
-        reason = f"error: {cause.words}{self.peers.on(cause.rank)}"
+        reason = f"error: {cause.words}{self.watch.node(cause.rank)}"
 
         # Rank 0 reports for all, if it can.
         alone = self.rank == 0 or not self.peers.all_connected or cause.rank == 0

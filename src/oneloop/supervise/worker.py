@@ -6,8 +6,8 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from math import inf
-from typing import Any
 
+from oneloop.basics.launcher import HOST
 from oneloop.basics.system.processes import children, is_stopped
 from oneloop.basics.system.signals import answers_with_stacks, ask_for_stacks
 from oneloop.supervise.hangs import RankStatus
@@ -31,34 +31,25 @@ class Worker:
         self.connection = connection
         self._stacks = stacks
         os.set_blocking(stacks, False)
-        self._reported = RankStatus(connection.rank)  # the last heartbeat
+        self.reported = RankStatus(connection.rank)  # with the last heartbeat
         self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
     @property
     def patience(self) -> float:
         """Factor of all limits, as the process reported it; infinite if it has no limits."""
-        return self._reported.patience or inf
-
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the messages since the last call; store heartbeats and leave them out."""
-        others = []
-        for message in self.connection.received() or ():
-            if "beat" in message:
-                self._reported = RankStatus(self.connection.rank, **message["beat"])
-            else:
-                others.append(message)
-        return others
+        return self.reported.patience or inf
 
     def rank_status(self) -> RankStatus:
         """Return the status of this rank: its last report, and what it cannot know."""
         silent = time.monotonic() - self.connection.heard
         stopped = silent > 1.0 and is_stopped(self.pid)
-        return replace(self._reported.later(silent), stopped=stopped)
+        node = os.environ.get(HOST, "")
+        return replace(self.reported.later(silent), stopped=stopped, node=node)
 
     def reset_timers(self) -> None:
         """Restart all timers: the whole machine was suspended."""
         self.connection.heard = time.monotonic()
-        self._reported.since = 0.0
+        self.reported.since = 0.0
 
     def alive(self) -> bool:
         """Return whether the process runs; if not, store its exit code."""
