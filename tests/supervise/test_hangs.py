@@ -79,7 +79,8 @@ def test_what_is_reported():
 def test_slow_storage_has_ten_minutes(monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr(hangs.time, "monotonic", lambda: now[0])
-    watch = Watch(2, say=said.append)
+    monkeypatch.setattr(hangs, "say", said.append)
+    watch = Watch(2)
 
     def look(since: float, rank: int = 1, **about) -> Cause | None:
         now[0] = since

@@ -99,9 +99,9 @@ def _digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
     It is exact for up to 2^33 elements, and undefined if an element is not finite.
     """
     total = torch.zeros(_DIGITS, dtype=torch.int64, device=first.device)
-    for piece in _pieces(tensors):
-        rest = piece.double() * _power_of_two(-_HALF * first)
-        rest.square_()
+    for parts in _pieces(tensors):
+        piece = torch.cat(parts) if len(parts) > 1 else parts[0]
+        rest = (piece.double() * _power_of_two(-_HALF * first)).square_()
         sums = []
         for _ in range(_DIGITS):
             # The next digit is before the point.
@@ -118,8 +118,8 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield all elements in flat pieces: large tensors are split, small ones are joined."""
+def _pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield all elements as lists of flat tensors: large ones are split, small ones are joined."""
     waiting: list[Tensor] = []
     held = 0  # elements in them
     for tensor in tensors:
@@ -127,13 +127,11 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         if tensor.device.type == "cpu" and not on_gpu(tensor):
             most = _ON_CPU
         for part in tensor.detach().reshape(-1).split(most):
-            if not part.numel():
-                continue
             waiting.append(part)
             held += part.numel()
             if held >= most:
-                yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+                yield waiting
                 waiting = []
                 held = 0
-    if waiting:
-        yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
+    if held:
+        yield waiting

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ Models = nn.Module | Mapping[str, nn.Module]
 """a model, or several by name, such as the networks of a GAN"""
 Optimizers = Optimizer | Mapping[str, Optimizer]
 """an optimizer, or several by name"""
-_Named = TypeVar("_Named")
 
 
 class Planned:
@@ -77,12 +76,12 @@ def together(models: Models) -> nn.Module:
     Wrappers of DDP and torch.compile are left out, so that a parameter is called
     ``<model>.<parameter>``. Modules and tensors are not copied. One model is returned unchanged.
 
-    Raise ValueError if a name cannot be used.
+    torch raises KeyError or TypeError if a name cannot be that of a module.
     """
     if isinstance(models, nn.Module):
         return models
     holder = NamedModels()
-    for name, model in by_name(models):
+    for name, model in sorted(models.items()):
         holder.add_module(name, unwrapped(model))
     return holder
 
@@ -99,26 +98,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return inner if inner is model else unwrapped(inner)
 
 
-def by_name(several: Mapping[str, _Named]) -> list[tuple[str, _Named]]:
-    """Return named models or optimizers, sorted by name.
-
-    Raise ValueError unless each name is an identifier that neither torch nor a wrapper uses.
-    """
-    for name in several:
-        path = f"{name}."
-        used = hasattr(nn.Module(), str(name)) or bare_name(path) != path
-        if used or not str(name).isidentifier():
-            raise ValueError(
-                f"a model or an optimizer has the name {name!r}, which cannot be part of the names "
-                "in a checkpoint; use an identifier that is not an attribute of "
-                "torch.nn.Module, such as 'generator'"
-            )
-    return sorted(several.items())
-
-
 def optimizers_of(optimizer: Optimizers) -> list[tuple[str, Optimizer]]:
     """Return the names and optimizers, in the order of the names; one optimizer has the name ''."""
-    return by_name(optimizer) if isinstance(optimizer, Mapping) else [("", optimizer)]
+    return sorted(optimizer.items()) if isinstance(optimizer, Mapping) else [("", optimizer)]
 
 
 def optimized(
@@ -191,13 +173,13 @@ def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
         lines += [f"model {name}" for name in model._modules]
     if isinstance(optimizer, Mapping):
         reshard(model)  # after a forward, the root of FSDP2 may have other parameters
-        names = {}
+        parameters = optimized(model, optimizer)
         for name, one in optimizers_of(optimizer):
-            names[id(one)] = name
             kind = type(plain_optimizer(one)).__name__
             lines.append(f"optimizer {name}: {kind}, parameter groups: {len(one.param_groups)}")
-        for parameter, _, _, one in optimized(model, optimizer):
-            lines.append(f"optimizer {names[id(one)]}: {parameter}")
+            for parameter, _, _, owner in parameters:
+                if owner is one:
+                    lines.append(f"optimizer {name}: {parameter}")
     return lines
 
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oneloop.supervise.crash_report import Cause
+from oneloop.supervise.crash_report import Cause, say
 
 _SILENT = 5.0  # seconds without a report after which a process counts as silent
 
@@ -108,11 +108,14 @@ _HINT = "; if the step is only slow, set --machine.patience 3"
 
 
 class Watch:
-    """The status of all ranks; ``say`` reports hangs."""
+    """The status of all ranks; reports hangs.
 
-    def __init__(self, ranks: int, *, say: Callable[[str], None]) -> None:
+    Args:
+        ranks: their number.
+    """
+
+    def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._say = say
         # the last report of each rank, and the time of it
         self._statuses: dict[int, tuple[float, RankStatus]] = {}
         self.ended: set[int] = set()  # ranks that have ended, and do not count from now on
@@ -144,7 +147,7 @@ class Watch:
         # No rank hangs, or none any more.
         if not late:
             if self.named:
-                self._say(f"rank {', '.join(map(str, self.named))} continues")
+                say(f"rank {', '.join(map(str, self.named))} continues")
                 self.named = []
             return None
 
@@ -154,7 +157,7 @@ class Watch:
             self.named = [hung.rank for hung in late]
             self._named_at = time.monotonic()
             left = self._left(late)
-            self._say(f"{text}; the run ends in {left:.0f} s if it does not continue")
+            say(f"{text}; the run ends in {left:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None
         if self._left(late) > 0:

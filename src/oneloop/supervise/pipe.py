@@ -12,7 +12,6 @@ import traceback
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from oneloop.basics.files import replacing
@@ -192,11 +191,10 @@ class Channel:
             if wait([self._link.link], TICK) and self._link.received():
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
 
-    def _uncaught(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _uncaught(self, *uncaught: Any) -> None:
         """Report an uncaught exception, for example of an import."""
-        sys.__excepthook__(kind, error, trace)
+        kind, error, _ = uncaught
+        sys.__excepthook__(*uncaught)
         words = f"rank {rank()}: {kind.__name__}: {error}"
         self.send(fault={"words": words})
 

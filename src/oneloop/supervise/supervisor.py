@@ -58,7 +58,7 @@ class Supervisor:
         self.peers = peers
         self._selector = selector
         self._started_by = started_by
-        self.watch = Watch(peers.ranks, say=say)
+        self.watch = Watch(peers.ranks)
 
         # Requests to stop.
         self._signals: list[int] = []  # that have arrived, and are not yet forwarded
@@ -202,11 +202,31 @@ class Supervisor:
             self._read_child()
             self._child_ended()
         self._check_stop(now - self._stopped_at)
+
+        # It, or rank 0, has finished, and this rank does not exit.
         if now - self._finished_at > self.child.patience * _OVER:
-            self._end_hung_exit()
+            if self._reported_code is not None:
+                say(
+                    f"rank {self.rank} has finished but does not exit (a thread or an exit "
+                    "handler); killing it"
+                )
+                self._leave(self._reported_code)
+            if not self._causes:
+                words = f"rank {self.rank} hangs, and rank 0 has ended"
+                self._add_cause(Cause(self.rank, words))
+
+        # Note the status of this rank, and send it to rank 0; that sends its own to all.
+        status = self.child.rank_status()
+        if self._reported_code is None:
+            # Without a connection, this supervisor decides alone.
+            if not self.peers.all_connected and not self._causes and status.late:
+                self._end_with_error(Cause(self.rank, describe_hang(status)))
+            self.watch.update(status)
+        if now - self._last_sent > TICK:
+            self._last_sent = now
+            self.peers.send(status=asdict(status))
 
         # Find hangs, and lost ranks.
-        self._exchange_status(now)
         lost = self.peers.lost(self.child.patience)
         if lost is not None and not self._causes and not self.watch.named:
             self._add_cause(lost)
@@ -222,18 +242,6 @@ class Supervisor:
         if now > self._rejected:
             self.peers.send(end=BAD_INPUT)
             self._leave(BAD_INPUT)
-
-    def _exchange_status(self, now: float) -> None:
-        """Note the status of this rank, and send it to rank 0; that sends its own to all."""
-        status = self.child.rank_status()
-        if self._reported_code is None:
-            # Without a connection, this supervisor decides alone.
-            if not self.peers.all_connected and not self._causes and status.late:
-                self._end_with_error(Cause(self.rank, describe_hang(status)))
-            self.watch.update(status)
-        if now - self._last_sent > TICK:
-            self._last_sent = now
-            self.peers.send(status=asdict(status))
 
     def _forward(self, number: int, by: str = "") -> None:
         """Pass a stop request on to the training process; before it listens, end it."""
@@ -266,18 +274,6 @@ class Supervisor:
                 f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
                 "enough to save"
             )
-            self._add_cause(Cause(self.rank, words))
-
-    def _end_hung_exit(self) -> None:
-        """Kill this rank, which does not exit after it, or rank 0, has finished."""
-        if self._reported_code is not None:
-            say(
-                f"rank {self.rank} has finished but does not exit (a thread or an exit "
-                "handler); killing it"
-            )
-            self._leave(self._reported_code)
-        if not self._causes:
-            words = f"rank {self.rank} hangs, and rank 0 has ended"
             self._add_cause(Cause(self.rank, words))
 
     def _stop_early(self) -> NoReturn:
