@@ -22,6 +22,7 @@ from worlds import run, train
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.columns",
     "oneloop.tasks.rows.images",
+    "oneloop.tools.check.asked",
     "oneloop.tools.check.check_data",
     "oneloop.tools.check.command",
 )

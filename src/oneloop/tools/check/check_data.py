@@ -14,7 +14,7 @@ from oneloop.tasks.rows.cached_arrays import in_order
 from oneloop.tasks.rows.objects import NoColumn
 from oneloop.tasks.rows.open_data import Source, whole
 from oneloop.tasks.rows.rows import FINDINGS, Findings
-from oneloop.tools.check.command import is_recipe
+from oneloop.tools.check.asked import is_recipe
 
 _SAMPLES = 64  # samples per task of a process
 _PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit

@@ -1,11 +1,11 @@
 """The options of ``oneloop check``."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from oneloop.basics.command_options import Options
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import dumps
+from oneloop.tools.check.asked import is_recipe
 
 
 def check(words: Sequence[str]) -> int:
@@ -37,12 +37,3 @@ def check(words: Sequence[str]) -> int:
     if given.json:
         print(dumps(as_json(found)))
     return ERROR if found.unusable or found.empty else DONE
-
-
-def is_recipe(source: str) -> bool:
-    """Return whether ``source`` is a recipe or a task, not a path or ``hf:NAME`` of data."""
-    path = Path(source).expanduser()
-    written = path.suffix in (".yaml", ".yml", ".py")
-    if source.startswith("hf:") or "://" in source:
-        return False
-    return written or not path.exists()
