@@ -332,7 +332,7 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
     ]
     messages = {
         **wrong,
-        "s3://bucket/a": "are two mirrors; remove one",
+        "s3://bucket/a": "cannot be combined with run.dir",
     }
 
     # All commands with the same variables share a world.

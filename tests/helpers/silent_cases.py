@@ -368,12 +368,10 @@ START["what one rank alone finds, under DDP"] = Case(
 
 CODE = {
     "a program for a task": Case(
-        ("task.name 'subprocess.Popen' is in Python's standard library",),
+        ("task.name 'subprocess.Popen' is a class that lacks model",),
         recipe=("digits", "--task", "subprocess.Popen", "--task.args", "[touch,ran]"),
     ),
-    "a builtin for a task": Case(
-        ("standard library",), recipe=("digits", "--task", "builtins.exec")
-    ),
+    "a builtin for a task": Case(("not a class",), recipe=("digits", "--task", "builtins.exec")),
     "a function for a task": Case(
         ("is a function, not a class",), recipe=("digits", "--task", "torch.save")
     ),
@@ -395,7 +393,7 @@ CODE = {
         words=("--optimizer.name", "mine.both", "--optimizer.weight_decay", "0"),
     ),
     "a program for an optimizer": Case(
-        ("standard library",), words=("--optimizer.name", "os.system")
+        ("neither a class nor a function",), words=("--optimizer.name", "os.system")
     ),
     "a schedule of one argument": Case(
         ("schedule.name 'torch.nn.functional.relu6'", "two arguments"),

@@ -487,12 +487,11 @@ WRONG_SCHEDULES = {
     f"{TORCH}.StepLR --schedule.step_size many": "schedule.step_size must be a whole number",
     f"{TORCH}.StepLR --schedule.gama 1": "'schedule.gama'; did you mean 'schedule.gamma'",
     f"{TORCH}.StepLR --schedule.last_epoch 1": "unknown key 'schedule.last_epoch'",
-    "step --schedule.every 30ep": f"set schedule.name {TORCH}.StepLR, schedule.step_size 30ep",
-    "step --schedule.milestones [30ep,60ep] --schedule.factor 0.3": "MultiStepLR, "
-    r"schedule.milestones \[30ep,60ep\], schedule.gamma 0.3",
-    "exponential --schedule.every 10 --schedule.factor 0.9": "schedule.gamma 0.98951925820621",
-    "exponential": r"schedule.gamma 0.95 \*\* \(1 / steps of 1ep\)",
-    "onecycle --schedule.pct_start 0.2": f"is a class of torch now; set schedule.name {TORCH}.One",
+    "step --schedule.every 30ep": f"Use {TORCH}.StepLR with schedule.step_size \\(30ep\\)",
+    "step --schedule.milestones [30ep,60ep] --schedule.factor 0.3": "MultiStepLR with "
+    r"schedule.milestones \(\[30ep,60ep\]\); schedule.gamma is the factor",
+    "exponential": r"schedule.gamma is factor \*\* \(1 / steps of schedule.every\)",
+    "onecycle --schedule.pct_start 0.2": f"'onecycle' is unknown: Use {TORCH}.OneCycleLR",
     f"{TORCH}.ReduceLROnPlateau": "needs results of evaluations; use schedule.name plateau",
     "torch.nn.Linear": "is a class, but not a torch.optim.lr_scheduler.LRScheduler",
 }

@@ -81,11 +81,7 @@ LAUNCHER = {
     "precision": "--mixed_precision",
     "fp16": "--mixed_precision",
 }
-LAUNCHER |= {
-    "devices": "--num_processes",
-    "num_nodes": "--num_machines",
-    "strategy": "--config_file",
-}
+LAUNCHER |= {"devices": "--num_processes", "num_nodes": "--num_machines"}
 
 
 def test_every_name_of_another_trainer_leads_to_the_key():
@@ -94,9 +90,10 @@ def test_every_name_of_another_trainer_leads_to_the_key():
     assert found == {name: f"; did you mean {key!r}?" for name, key in NEWCOMERS.items()}
     for name, option in LAUNCHER.items():
         assert (
-            f"an option of the launcher: oneloop launch --config_file ddp {option}"
+            f"an option of the launcher; use oneloop launch --config_file ddp {option}"
             in suggestion(name, known)
         )
+    assert "use oneloop launch --config_file fsdp2 RECIPE" in suggestion("strategy", known)
     assert suggestion("nothing_like_it", known) == ""
 
 

@@ -478,7 +478,7 @@ def test_recipes_from_python():
         "so a resume could not find it": {"task": other},
         "batch.size is given twice": {"source": "digits", "batch.size": 16, "batch": {"size": 32}},
         r"batch.size is given \{3\}": {"source": "digits", "batch": {"size": {3}}},
-        "is a group of keys: give it a dict": {"source": "digits", "batch": 64},
+        "batch is a group of keys and has no value": {"source": "digits", "batch": 64},
         "batch.size must be a whole number": {"source": "digits", "batch": {"size": None}},
         "changed after it was read": {"source": replace(made, seed=3)},
         "no recipe given": {},

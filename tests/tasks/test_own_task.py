@@ -121,13 +121,13 @@ NAMED = {
     "spirals.py:MyTusk": "'spirals.py' has no 'MyTusk'; it has Spirals, MyTask",
     "spirals.py:Spirals": "is a class that lacks model",
     "spirals.txt:MyTask": "write the file and the name in it",
-    "json.py:MyTask": "the module 'json' is of Python itself; give json.py another name",
+    "json.py:MyTask": "is that of a module of Python itself; give it another name",
     "yaml.py:MyTask": "give yaml.py another name",
     "broken.py:MyTask": "importing 'broken.py' failed: SyntaxError",
     "raises.py:MyTask": "importing 'raises.py' failed: ZeroDivisionError",
     "needs.py:MyTask": "needs the module 'not_here', which is not installed",
     "unnamed.py:MyTask": "needs the module 'install foo first', which is not installed",
-    "a.b.py:MyTask": "holds no dot; give a.b.py another name",
+    "a.b.py:MyTask": "a.b.py cannot be imported: its name holds a second dot",
 }
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from importlib import import_module, reload
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any
 from oneloop.basics import houses
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.recipe.synonyms import instead, suggestion
+from oneloop.recipe.synonyms import GONE, suggestion
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")
 _SCHEDULES = ("constant", "linear", "cosine", "wsd", "plateau")
@@ -163,7 +164,7 @@ def reject_while_importing() -> None:
 def split_path(group: str, name: str) -> tuple[str, str]:
     """Split a name into file or module, and attribute.
 
-    Raise BadInput for other forms, for a file that does not exist, and for the standard library.
+    Raise BadInput for other forms, and for a file that does not exist.
     """
     known = CHOICES[group]
 
@@ -187,15 +188,11 @@ def split_path(group: str, name: str) -> tuple[str, str]:
     # A short name, or a module and a name in it.
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
-        if sentence := instead(f"{group}.{name}"):
+        if sentence := GONE.get(f"{group}.{name}"):
             raise BadInput(f"{group}.name {name!r} is unknown: {sentence}")
         raise BadInput(
             f"{group}.name {name!r} is unknown; use {', '.join(known)}, or give the path of your "
             f"own (my_file.py:Name or module.Name){suggestion(name, known)}"
-        )
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise BadInput(
-            f"{group}.name {name!r} is in Python's standard library; expected {EXPECTED[group]}"
         )
     return module, attribute
 
@@ -235,13 +232,9 @@ def source(group: str, name: str) -> Path | None:
         return None
     if ":" in name:
         return Path(name.rpartition(":")[0]).expanduser().resolve()
-    top = name.partition(".")[0]
     _add_current_folder()
-    try:
-        found = find_spec(top)
-    except (ImportError, ValueError):
-        found = None
-    return Path(found.origin) if found is not None and found.origin else None
+    found = PathFinder.find_spec(name.partition(".")[0])
+    return Path(found.origin) if found and found.origin else None
 
 
 def path_of(chosen: Any) -> str:
@@ -288,10 +281,11 @@ def module_of(file: Path) -> ModuleType:
 
     # Its name must lead to this file only.
     name = file.stem
-    if "." in name:
-        raise BadInput(f"a module's name holds no dot; give {file.name} another name")
-    if name in sys.stdlib_module_names:
-        raise BadInput(f"the module {name!r} is of Python itself; give {file.name} another name")
+    if "." in name or name in sys.stdlib_module_names:
+        raise BadInput(
+            f"{file.name} cannot be imported: its name holds a second dot, or is that of a module "
+            "of Python itself; give it another name"
+        )
     found = find_spec(name)
     if found is not None and found.origin and Path(found.origin).resolve() != file:
         raise BadInput(f"the module {name!r} is {found.origin}; give {file.name} another name")

@@ -1,6 +1,7 @@
 """Which values a key of a recipe can have, and which keys have an effect together."""
 
 import json
+import math
 import re
 import sys
 import types
@@ -48,6 +49,8 @@ NEEDS = {
     "ema.every": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
     "ema.buffers": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
     "ema.device": "ema.half_life!=0/ema.decay!=0/ema.power!=[]",
+    "batch.micro": "batch.grain=null",
+    "eval.micro": "batch.grain=null",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
     "stop.patience": "eval.every!=0",
@@ -62,6 +65,7 @@ EXCLUDES = {
     "ema.every": "ema.start=null ema.warmup_power=0",
     "ema.device": "ema.buffers=false",
     "save.final": "save.best=true",
+    "save.mirror": "run.dir!=*://*",
     "schedule.warmup_start": "schedule.warmup_offset=0",
 }
 """conditions as in :data:`NEEDS` of keys that otherwise cannot be used. With batch.grain, runs are
@@ -92,10 +96,11 @@ def described(kind: Any) -> str:
 
     Return an empty text if a type has no description.
     """
-    text = shown(kind)
-    if not set(re.findall("[A-Z]+", text)) <= _PLAIN.keys():
+    text = shown(kind).replace("|", " or ")
+    try:
+        return re.sub("[A-Z]+", lambda name: _PLAIN[name[0]], text)
+    except KeyError:
         return ""
-    return re.sub("[A-Z]+", lambda name: _PLAIN[name[0]], text.replace("|", " or "))
 
 
 def reject_out_of_range(values: Mapping[str, Any]) -> None:
@@ -112,24 +117,15 @@ def reject_out_of_range(values: Mapping[str, Any]) -> None:
                 limits = f"from {least} to {most}" if key in MOST else f"at least {least}"
                 raise BadInput(f"{key} must be {limits}, got {value}")
 
-    # The micro-batches of batch.grain are a power of two, which has one bit.
-    grain = values["batch.grain"]
-    if grain is None:
-        return
+    # The micro-batches of batch.grain are a power of two.
     size = values["batch.size"]
-    count, rest = divmod(size, grain)
-    if rest or count & (count - 1) or not count:
-        powers = [grain << power for power in range(size.bit_length() + 1)]
-        nearest = min(powers, key=lambda power: abs(power - size))
+    grain = values["batch.grain"] or size
+    nearest = grain << max(0, round(math.log2(size / grain)))
+    if size != nearest:
         raise BadInput(
             f"batch.size {size} is {size / grain:.4g} times batch.grain {grain}, and batch.grain "
             f"requires a power of two; nearest size: {nearest}"
         )
-    for key in ("batch.micro", "eval.micro"):
-        if values[key] not in (None, grain):
-            raise BadInput(
-                f"{key} {values[key]} cannot be combined with batch.grain {grain}; remove {key}"
-            )
 
 
 def without_effect(
@@ -191,36 +187,8 @@ def _unmet(condition: str, values: Mapping[str, Any]) -> str:
 
 def _text(value: Any) -> str:
     """Return a value as in a condition; a duration of nothing is 0, however it is written."""
-    if isinstance(value, list) and value and all(_text(one) == "0" for one in value):
-        return "0"
     if isinstance(value, str):
         return "0" if _NOTHING.fullmatch(value) else value
     if isinstance(value, float):
         return f"{value:g}"
     return json.dumps(value)
-
-
-_CLASSES = {"step": "StepLR", "exponential": "ExponentialLR", "onecycle": "OneCycleLR"}
-_ARGUMENTS = {"every": "step_size", "milestones": "milestones", "factor": "gamma"}
-
-
-def instead_of_schedule(keys: Mapping[str, Any]) -> str:
-    """Return what to set instead of a schedule that is a class of torch, or an empty text."""
-    name = keys.get("schedule.name")
-    if name not in _CLASSES:
-        return ""
-    kind = "MultiStepLR" if "schedule.milestones" in keys else _CLASSES[name]
-    arguments = {}
-    for key, argument in _ARGUMENTS.items():
-        if f"schedule.{key}" in keys:
-            arguments[argument] = keys[f"schedule.{key}"]
-
-    # The factor of an exponential schedule becomes that of one step.
-    if name == "exponential":
-        every = str(arguments.pop("step_size", "1ep"))
-        factor = arguments.get("gamma", 0.95)
-        arguments["gamma"] = f"{factor} ** (1 / steps of {every})"
-        if every.isdecimal():
-            arguments["gamma"] = float(factor) ** (1 / int(every))
-    words = [f", schedule.{argument} {value}" for argument, value in arguments.items()]
-    return f"set schedule.name torch.optim.lr_scheduler.{kind}{''.join(words)}"

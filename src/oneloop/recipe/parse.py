@@ -17,13 +17,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import CHOICES, only_task, resolve, split_path
 from oneloop.recipe.key_parser import common_parser, parser, types_of
-from oneloop.recipe.key_rules import (
-    described,
-    instead_of_schedule,
-    reject_out_of_range,
-    shown,
-    without_effect,
-)
+from oneloop.recipe.key_rules import described, reject_out_of_range, shown, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, long
 from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import suggestion
@@ -145,8 +139,6 @@ def _choose(
             options = [key for key in written if key.startswith(f"{group}.") and key not in common]
             written = _without(written, options)
         chosen[group] = new
-    if instead := instead_of_schedule(written | dict(typed)):
-        raise BadInput(f"schedule.name {chosen['schedule']} is a class of torch now; {instead}")
     return chosen, written
 
 
@@ -166,8 +158,7 @@ def _check_without_imports(written: dict[str, Any], typed: Mapping[str, Any]) ->
         if name in CHOICES[group]:
             known |= set(_PACKAGED_KEYS[group][name])
         else:
-            only_file = name.endswith(".py:")
-            split_path(group, f"{name}Name" if only_file else name)
+            split_path(group, f"{name}Name" if name.endswith(":") else name)
             imported.add(group)
     for key in given:
         group = key.partition(".")[0]
@@ -192,10 +183,6 @@ def _parser_of(
 def _recipe_of(name: str, written: dict[str, Any], typed: dict[str, Any]) -> Recipe:
     """Return the recipe of a file's and the typed keys. Raise BadInput."""
     all_keys, chosen, written = _parser_of(written, typed)
-
-    # A typed batch.grain replaces the file's micro-batches, which are for runs without it.
-    if typed.get("batch.grain") not in (None, "null"):
-        written = _without(written, ("batch.micro", "eval.micro"))
 
     # Drop the file's keys that typed keys make useless, and parse again.
     defaults = {action.dest: action.default for action in all_keys._actions}
@@ -254,9 +241,7 @@ def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
             )
         if key not in known:
             near = suggestion(key, known)
-            if near.startswith(":") or "launcher" in near:  # --help does not list the key
-                raise BadInput(f"unknown key {key!r}{near}")
-            raise BadInput(f"unknown key {key!r}{near} (--help lists all)")
+            raise BadInput(f"unknown key {key!r}{near or '; --help lists all keys'}")
 
 
 def _reworded(error: Exception, given: Mapping[str, Any], kinds: Mapping[str, Any]) -> str:

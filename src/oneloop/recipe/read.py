@@ -82,15 +82,9 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     elif path.suffix not in (".yaml", ".yml"):
         _reject_name(source)
     try:
-        text = path.read_text(encoding="utf-8")
+        content = parsed_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"recipe {source!r} is not text: {error}") from error
-
-    # Parse it.
-    try:
-        content = parsed_yaml(text) or {}
     except ValueError as error:
         raise BadInput(f"recipe {source!r} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -140,11 +134,8 @@ def long(key: str) -> str:
 def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
     """Return keys by group, given in Python, as flat plain data.
 
-    Raise BadInput for an unknown group or class, and for values that JSON cannot hold.
+    Raise BadInput for an unknown class, and for values that JSON cannot hold.
     """
-    for key, value in groups.items():
-        if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
-            raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
     given = {}
     for key, value in flat(groups).items():
         try:

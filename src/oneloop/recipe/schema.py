@@ -43,16 +43,20 @@ class Recipe:
     resolved: Mapping[str, Any]
 
     def __post_init__(self) -> None:
-        # A mirror has one address, and is written by the process that writes checkpoints.
-        if self.mirror is not None:
-            key = "run.dir" if self.mirror == self.run.dir else "save.mirror"
-            check_address(self.mirror, key)
-            if self.save.mirror not in (None, self.mirror):
-                raise BadInput(
-                    f"run.dir {self.run.dir} and save.mirror {self.save.mirror} are two "
-                    "mirrors; remove one"
-                )
-            _reject_same_place(self.folder, self.mirror)
+        if self.mirror is None:
+            return
+        key = "run.dir" if self.mirror == self.run.dir else "save.mirror"
+        check_address(self.mirror, key)
+
+        # A mirror in a folder of this machine is not the run folder.
+        there = Path(self.mirror.removeprefix("file://")).resolve()
+        here = self.folder.resolve()
+        are_nested = there.is_relative_to(here) or here.is_relative_to(there)
+        if are_nested and self.mirror.startswith("file:"):
+            raise BadInput(
+                f"save.mirror {self.mirror} and run.dir {self.folder} are inside each other, and "
+                "files of one would be deleted with the other; choose another address"
+            )
 
     @property
     def folder(self) -> Path:
@@ -74,17 +78,3 @@ class Recipe:
 _GROUPS = [one for one in fields(Recipe) if is_dataclass(one.type)]
 GROUPS: dict[str, Any] = {one.name: one.type for one in _GROUPS}
 """the groups of keys and their classes, as ``--help`` lists them"""
-
-
-def _reject_same_place(folder: Path, mirror: str) -> None:
-    """Raise BadInput if a mirror on this machine and the run folder are inside each other."""
-    scheme, _, path = mirror.partition("://")
-    if scheme != "file":
-        return
-    there = Path(path).resolve()
-    here = folder.resolve()
-    if there.is_relative_to(here) or here.is_relative_to(there):
-        raise BadInput(
-            f"save.mirror {mirror} and run.dir {folder} are inside each other, and files of one "
-            "would be deleted with the other; choose another address"
-        )

@@ -17,8 +17,6 @@ for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").spli
         continue
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
-# options of the launcher
-_OPTIONS = {name: keys[0] for name, keys in _KEYS.items() if keys[0].startswith("--")}
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -34,23 +32,12 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     last = word.rpartition(".")[2].replace("-", "_").lower()
-    sentence = instead(word) or instead(last)
-    if sentence:
+    if sentence := GONE.get(word) or GONE.get(last):
         return f": {sentence}"
     if last in known:  # a top-level key inside a group
         return f"; did you mean {last!r}?"
-    option = _OPTIONS.get(last)
-    if option and "duration" in known:  # ``known`` are keys, and not names of a group
-        return (
-            f"; it is an option of the launcher: oneloop launch --config_file ddp {option} RECIPE …"
-        )
 
     # Prefer a synonym to a name that is spelled like it.
     synonyms = [key for key in _KEYS.get(last, ()) if key in known]
     near = synonyms or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def instead(word: str) -> str:
-    """Return a sentence about a key or name that is gone, or an empty text."""
-    return GONE.get(word, "")

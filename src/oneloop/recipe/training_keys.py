@@ -159,11 +159,6 @@ class EmaConfig:
         several = self.half_life if isinstance(self.half_life, list) else [self.half_life]
         return [half_life for half_life in several if half_life.amount]
 
-    @property
-    def warms_up(self) -> bool:
-        """Whether the first updates of an EMA with a decay differ from the others."""
-        return self.start is not None or bool(self.warmup_power)
-
 
 @dataclass(frozen=True)
 class GuardConfig:
