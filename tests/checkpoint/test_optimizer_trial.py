@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from prodigyopt import Prodigy
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, AdamW
+from torch.optim import AdamW
 
 import odd_optimizers as odd
 from oneloop.basics.seeds import random_states
@@ -46,11 +46,10 @@ CONTINUED = [
 NOT_HELD = {
     odd.CountingAdamW: "CountingAdamW has state that a checkpoint does not hold: in a trial",
     odd.LateCounter: "LateCounter has state that a checkpoint does not hold: in a trial",
-    odd.Around: r"the state_dict\(\) of Around holds state of parameters that its own state lacks",
+    odd.Around: "Around has state that a checkpoint does not hold: in a trial",
     odd.Hidden: "Hidden has state that a checkpoint does not hold: in a trial",
-    odd.Global: "the state of Global has the entry 'all', which is not a parameter",
+    odd.Global: "Global has state that a checkpoint does not hold: in a trial",
     odd.History: "History keeps old, which a checkpoint cannot store",
-    LBFGS: "LBFGS keeps old_dirs, which a checkpoint cannot store",
 }
 
 
@@ -150,7 +149,7 @@ ON_SHARDS = {
     odd.LocalLARS: "LocalLARS depend on the shards of parameters: ten steps on shards end",
     odd.LocalMomentum: "of parameters: its optimizer.0.weight.m differ between the ranks",
     odd.LocalCounter: "LocalCounter depend on the shards of parameters: its groups differ",
-    odd.SGLD: "those on whole tensors; it draws random numbers in step();",
+    odd.SGLD: "those on whole tensors;",
     partial(Prodigy, lr=1.0): "Prodigy cannot update float64 shards of unequal size",
 }
 

@@ -137,14 +137,6 @@ def test_another_optimizer_is_rejected_before_the_load(tmp_path):
     assert not model.weight.any()
 
 
-def test_state_of_no_parameter_is_rejected(tmp_path):
-    model = nn.Linear(1, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    optimizer.state["global"]["k"] = 3
-    with pytest.raises(ValueError, match="the state of SGD has the entry 'global'"):
-        saved(tmp_path, model, optimizer)
-
-
 def test_groups_in_another_order_are_rejected_before_the_load(tmp_path):
     """Else the weights would get the decay of the biases."""
     model = nn.Linear(1, 1)

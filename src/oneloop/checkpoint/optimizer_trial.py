@@ -4,18 +4,16 @@
 """
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -27,8 +25,12 @@ from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, restored_generators
 from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
-from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.optimizer_values import optimizer_values, settings_of
+from oneloop.checkpoint.optimizer_values import (
+    load_values,
+    optimizer_targets,
+    optimizer_values,
+    settings_of,
+)
 
 _STEPS = 10
 _SAVED = 5  # step of the checkpoint
@@ -58,7 +60,6 @@ class _Toy:
         make: builds the optimizer of a model.
         like: a parameter of the real model, with its device.
         sharded: whether to shard the toy as that parameter; one shard is smaller, and one is empty.
-        closure: whether a step gets a closure if it needs one.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class _Toy:
         like: Tensor,
         *,
         sharded: bool = False,
-        closure: bool = False,
     ) -> None:
         # Build the model, the same each time. With n ranks, n + 1 rows make unequal shards.
         self._device = like.device
@@ -83,13 +83,6 @@ class _Toy:
         # Build the optimizer. One with two sets of weights trains them in train mode.
         self.optimizer = make(self.model)
         getattr(self.optimizer, "train", lambda: None)()
-
-        # Some optimizers need a closure that returns the loss.
-        needed = inspect.signature(self.optimizer.step).parameters.get("closure")
-        self._closures: list[Callable[[], float]] = []
-        if closure and needed is not None and needed.default is needed.empty:
-            self._closures = [float]
-        self.drew = False
         self.draws_others = False
 
     def _sharded(self, tensor: Tensor) -> Tensor:
@@ -111,13 +104,12 @@ class _Toy:
                 gradient = torch.randn(parameter.shape, device=self._device, dtype=parameter.dtype)
                 parameter.grad = self._sharded(gradient)
 
-            # Find out which generators the step draws from.
+            # Find out whether the step draws from Python's or numpy's generator.
             reseed(self._device, step, others=True)
-            before = random_states(self._device)
-            self.optimizer.step(*self._closures)
-            after = random_states(self._device)
-            self.drew |= before != after
-            self.draws_others |= before[1] != after[1]
+            _, before, *_ = random_states(self._device)
+            self.optimizer.step()
+            _, after, *_ = random_states(self._device)
+            self.draws_others |= before != after
             for parameter in self.model.parameters():
                 seen.append(_whole(parameter).clone())
         return seen
@@ -148,9 +140,9 @@ def try_optimizer(
         ValueError: a checkpoint cannot hold its state, or the steps after a load are others.
     """
     with restored_generators(like.device):
-        # Train one toy without a stop, and save it after half of its steps.
+        # Train one toy for half of its steps.
         try:
-            toy = _Toy(make, like, closure=scheduled is None)
+            toy = _Toy(make, like)
             settings = None if scheduled is None else settings_of(toy.optimizer, scheduled)
             toy.train(1, _SAVED)
         except BadInput:
@@ -160,21 +152,24 @@ def try_optimizer(
                 "an optimizer was not tried on a small model, so whether a resume is exact is not "
                 f"known ({type(error).__name__}: {one_line(error)})"
             ) from error
-        alone = SimpleNamespace(
-            process_index=0, local_process_index=0, num_processes=1, device=like.device
-        )
-        with TemporaryDirectory() as folder:
-            accelerator = cast(Accelerator, alone)
-            checkpoints = Checkpoints(Path(folder), accelerator, settings=settings, sync=True)
-            problem = checkpoints.save(_SAVED, toy.model, toy.optimizer, {})
-            if problem:
-                raise OSError(problem)
-            expected = toy.train(_SAVED + 1, _STEPS)
 
-            # Train a second toy from the checkpoint.
-            resumed = _Toy(make, like, closure=scheduled is None)
-            path = checkpoints.store.sealed()[-1]
-            checkpoints.load(path, resumed.model, resumed.optimizer)
+        # Copy all that a checkpoint would hold, and train it to the end.
+        weights = deepcopy(toy.model.state_dict())
+        values = json.dumps(optimizer_values(toy.model, toy.optimizer, settings=settings))
+        tensors = deepcopy(optimizer_tensors(toy.model, toy.optimizer))
+        expected = toy.train(_SAVED + 1, _STEPS)
+
+        # Train a second toy from there.
+        resumed = _Toy(make, like)
+        resumed.model.load_state_dict(weights)
+        saved = {
+            name: SimpleNamespace(size=tensor.shape, properties=tensor)
+            for name, tensor in tensors.items()
+        }
+        targets = optimizer_targets(resumed.model, resumed.optimizer, saved)
+        for name, target in targets.items():
+            target.copy_(tensors[name])
+        load_values(json.loads(values), resumed.model, resumed.optimizer, targets)
         seen = resumed.train(_SAVED + 1, _STEPS)
 
     if content_hash(seen) != content_hash(expected):
@@ -183,14 +178,11 @@ def try_optimizer(
             "model the steps after a resume are others; keep state in param_groups or in "
             "state[parameter], or return it from state_dict() and take it in load_state_dict()"
         )
-    return Tried(_share(toy), toy.draws_others)
 
-
-def _share(toy: _Toy) -> float:
-    """Return the elements of the state per parameter, without numbers such as the step."""
-    tensors = optimizer_tensors(toy.model, toy.optimizer).values()
-    elements = sum(tensor.numel() for tensor in tensors if tensor.ndim)
-    return elements / sum(parameter.numel() for parameter in toy.model.parameters())
+    # Count the elements of the state per parameter, without numbers such as the step.
+    elements = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim)
+    parameters = sum(parameter.numel() for parameter in toy.model.parameters())
+    return Tried(elements / parameters, toy.draws_others)
 
 
 def _kind(toy: _Toy) -> str:
@@ -245,9 +237,8 @@ def try_shards(
         if not found and any(report[name] != own[name] for report in reports):
             found = f"its {name} differ between the ranks"
     if found:
-        draws = "; it draws random numbers in step()" if whole.drew else ""
         raise ValueError(
-            f"the updates of {_kind(whole)} depend on the shards of parameters: {found}{draws}; "
+            f"the updates of {_kind(whole)} depend on the shards of parameters: {found}; "
             f"{_UNDER_FSDP2}"
         )
 

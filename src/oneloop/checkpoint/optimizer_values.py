@@ -71,9 +71,7 @@ def optimizer_values(
             updated a parameter that is frozen now: a checkpoint would refer to earlier values.
     """
     parameters = {}
-    known = set()
     for name, parameter, _, one in optimized(model, optimizer):
-        known.add(parameter)
         state = one.state.get(parameter, {})
         if state and not complete and not parameter.requires_grad:
             raise ValueError(
@@ -81,24 +79,9 @@ def optimizer_values(
                 "stores such parameters only once, so set requires_grad to True before each save"
             )
         values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        for key, value in values.items():
-            _check_plain(value, key, one)
         if values:
+            _check_plain(values, one)
             parameters[name] = values
-    for _, one in optimizers_of(optimizer):
-        # An optimizer around another one may list the state of that one.
-        listed = one.state_dict().get("state", {}).values()
-        if sum(map(len, listed)) != sum(map(len, one.state.values())):
-            raise ValueError(
-                f"the state_dict() of {type(one).__name__} holds state of parameters that its own "
-                "state lacks, and a checkpoint would lose; use another optimizer"
-            )
-        for key in one.state:
-            if key not in known:
-                raise ValueError(
-                    f"the state of {type(one).__name__} has the entry {key!r:.40}, which is not a "
-                    "parameter, so a checkpoint cannot store it; use another optimizer"
-                )
 
     # Replace tensors that belong to no parameter by their names.
     groups: list[dict[str, Any]] = []
@@ -113,12 +96,11 @@ def optimizer_values(
                 if not is_known and key in known_settings:
                     is_known = known_settings[key] in (..., content_hash(group[key]))
                 if not is_known:
-                    _check_plain(value, key, one)
                     entries[key] = value
+            _check_plain(entries, one)
             groups.append(entries)
-        for key, value in plain["own"].items():
-            _check_plain(value, key, one)
         if plain["own"]:
+            _check_plain(plain["own"], one)
             own[owner] = encoded(plain["own"])
     lines = kinds_of(optimizer)
     if settings is None or any(groups):
@@ -145,15 +127,17 @@ def groups_in(model: nn.Module, optimizer: Optimizers) -> list[str]:
     return lines
 
 
-def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
-    """Raise ValueError unless this consists of numbers and texts, which a JSON file holds."""
-    try:
-        json.dumps(encoded(value))
-    except TypeError as error:
-        raise ValueError(
-            f"{type(optimizer).__name__} keeps {key}, which a checkpoint cannot store ({error}); "
-            "it can store only tensors of a parameter, numbers and texts: use another optimizer"
-        ) from None
+def _check_plain(values: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise ValueError unless these consist of numbers and texts, which a JSON file holds."""
+    for key, value in values.items():
+        try:
+            json.dumps(encoded(value))
+        except TypeError as error:
+            raise ValueError(
+                f"{type(optimizer).__name__} keeps {key}, which a checkpoint cannot store "
+                f"({error}); it can store only tensors of a parameter, numbers and texts: use "
+                "another optimizer"
+            ) from None
 
 
 def load_values(
