@@ -29,7 +29,7 @@ import same_bits_gpu
 from gpu_lines import Place, Result, line
 from gpu_trace import FORWARD, reduce
 from oneloop import fit
-from oneloop.checkpoint.background_save import SaveInProgress
+from oneloop.checkpoint.background_save import BackgroundSaves
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.writing_process import WritingProcess
 from oneloop.ema import EMA, EMASettings
@@ -356,7 +356,7 @@ def saves_of_two_sizes_and_a_killed_writer(place: Place) -> Result:
     saved(2)
 
     # The writer dies: its buffer has the same size again, and the next save succeeds.
-    process = checkpoints.saving.start()._process
+    process = checkpoints.start()._process
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     problem = checkpoints.save(3, model, optimizer, {}) or checkpoints.finish()
@@ -402,10 +402,10 @@ class Noise:
 @line("check", seconds=60, numbers=["checkpoints", "overlapping"])
 def save_while_training(place: Place) -> Result:
     """All checkpoints of a run whose copies overlap with training are those of one that waits."""
-    chosen = SaveInProgress._overlapping
+    chosen = BackgroundSaves._overlapping
     overlapping = 0
 
-    def counted(self: SaveInProgress, process: WritingProcess) -> Any:
+    def counted(self: BackgroundSaves, process: WritingProcess) -> Any:
         nonlocal overlapping
         device = chosen(self, process)
         overlapping += device is not None
@@ -413,7 +413,7 @@ def save_while_training(place: Place) -> Result:
 
     found = []
     for side in (lambda self, process: None, counted):
-        SaveInProgress._overlapping = side
+        BackgroundSaves._overlapping = side
         run = place.folder / "run"
         trained(
             run,
@@ -429,7 +429,7 @@ def save_while_training(place: Place) -> Result:
         files = sorted(run.glob("checkpoints/step-*/*.safetensors"))
         found.append({file.parent.name: hashed(file) for file in files})
         shutil.rmtree(run)
-    SaveInProgress._overlapping = chosen
+    BackgroundSaves._overlapping = chosen
     assert len(found[0]) >= 20, found
     assert found[0] == found[1], "the checkpoints differ"
     assert place.toy or overlapping >= 20, overlapping

@@ -144,7 +144,7 @@ def _stalls(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     inputs = torch.randn(64 if place.toy else 2048, width, device=place.device)
     state = RunState(model, optimizer, parts={})
-    checkpoints.saving.overlaps = True
+    checkpoints.overlaps = True
 
     def seconds_of_step() -> float:
         began = time.perf_counter()
@@ -159,7 +159,7 @@ def _stalls(
     # Warm up. As in a run, the memory of saves is made while the first steps train.
     seconds_of_step()
     if not place.toy:
-        checkpoints.saving.prepare(lambda: state.bytes_of_rank(checkpoints))
+        checkpoints.prepare(lambda: state.bytes_of_rank(checkpoints))
     steps = [seconds_of_step() for _ in range(5 if place.toy else 40)]
     usual = statistics.median(steps)
 

@@ -46,15 +46,15 @@ def trainer(folder: str, rounds: int) -> None:
     x, y = torch.randn(64, 1024), torch.randint(0, 10, (64,))
     checkpoints = Checkpoints(Path(folder) / "checkpoints", accelerator)
     mirrored: list[int] = []
-    checkpoints.saving._heard = lambda news: mirrored.append(0 if news.error else news.step)
+    checkpoints._heard = lambda news: mirrored.append(0 if news.error else news.step)
     address = f"s3://bucket/{Path(folder).name}"
     lease = take(
         Bucket(address),
         {"pid": os.getpid(), "host": "benchmark", "since": "now", "token": "benchmark"},
     )
     checkpoints.mirror(address, lease=(lease.number, lease.about), counts=False)
-    assert checkpoints.saving._process is not None
-    os.sched_setaffinity(checkpoints.saving._process._process.pid, {1})  # later threads inherit it
+    assert checkpoints._process is not None
+    os.sched_setaffinity(checkpoints._process._process.pid, {1})  # later threads inherit it
 
     def step() -> float:
         began = time.perf_counter()
@@ -75,7 +75,7 @@ def trainer(folder: str, rounds: int) -> None:
             during.append(step())
         after = [step() for _ in range(150)]
         print(json.dumps({"before": before, "during": during, "after": after}), flush=True)
-    checkpoints.saving.close()
+    checkpoints.close()
 
 
 def measured(latency: float, rounds: int) -> list[dict[str, list[float]]]:

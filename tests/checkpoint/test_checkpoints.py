@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from failing_disks import without_root
 from oneloop.basics import side_copies
 from oneloop.checkpoint import pieces
-from oneloop.checkpoint.background_save import SaveError, SaveInProgress
+from oneloop.checkpoint.background_save import BackgroundSaves, SaveError
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import manifest_of
 from oneloop.checkpoint.retention import Keep
@@ -31,6 +31,7 @@ from oneloop.checkpoint.store import Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA, EMASettings
 from slow_cases import with_slow
+from sync_saves import SyncCheckpoints
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -103,7 +104,7 @@ def saved(root: str, make: str, sync: bool) -> dict[str, torch.Tensor]:
     from oneloop.checkpoint.checkpoints import Checkpoints
 
     world, model, optimizer = build(make)
-    checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
+    checkpoints = (SyncCheckpoints if sync else Checkpoints)(Path(root), world.accelerator)
     for number in range(3):
         step(model, optimizer, number)
         assert checkpoints.save(number, model, optimizer, {"number": number}) is None
@@ -283,17 +284,17 @@ def with_a_failing_save(root: str, sync: bool, rank: int):
     """Limit the size of files on rank ``rank`` during the second save; return which calls reported
     an error."""
     world, model, optimizer = build("adamw")
-    checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
+    checkpoints = (SyncCheckpoints if sync else Checkpoints)(Path(root), world.accelerator)
     sweep = checkpoints.store.sweep
     checkpoints.store.sweep = lambda *more: (time.sleep(0.2), sweep(*more))  # slow storage
     reported = []
     for number in range(4):
         step(model, optimizer, number)
         if world.rank == rank and number in (1, 2):
-            while checkpoints.saving._pending:  # only the second save may hit the limit
+            while checkpoints._pending:  # only the second save may hit the limit
                 checkpoints.poll()
                 time.sleep(0.01)
-            writing = 0 if sync else checkpoints.saving._process._process.pid
+            writing = 0 if sync else checkpoints._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
         reported.append(
@@ -322,7 +323,7 @@ def with_a_checkpoint_that_cannot_be_deleted():
     said: list[str] = []
     found = []
     with without_root() as root:
-        checkpoints = Checkpoints(root, world.accelerator, sync=True, say=said.append)
+        checkpoints = SyncCheckpoints(root, world.accelerator, say=said.append)
         for number in range(3):
             step(model, optimizer, number)
             problem = checkpoints.save(number, model, optimizer, {}, keep=Keep(newest=1))
@@ -364,7 +365,7 @@ def _writers(root: str) -> int:
     checkpoints = Checkpoints(Path(root), world.accelerator)
     checkpoints.save(0, model, optimizer, {})
     checkpoints.finish()
-    return checkpoints.saving._process._process.pid
+    return checkpoints._process._process.pid
 
 
 # --- pinned memory: a recorder stands for CUDA, and the tensors are on the host
@@ -424,7 +425,7 @@ class OnCuda:
 
     @property
     def writer(self) -> int:
-        return self.checkpoints.saving._process._process.pid
+        return self.checkpoints._process._process.pid
 
 
 def test_pinned_memory_is_registered_once_and_until_it_is_unmapped(tmp_path, monkeypatch):
@@ -458,7 +459,7 @@ def test_pinned_memory_is_registered_once_and_until_it_is_unmapped(tmp_path, mon
 
     # The storage hangs, which ends the run.
     os.kill(saves.writer, signal.SIGSTOP)
-    saves.checkpoints.saving._patience = 1e-3
+    saves.checkpoints._patience = 1e-3
     saves.save(7)
     with pytest.raises(SaveError, match="did not finish"):
         saves.checkpoints.finish()
@@ -501,7 +502,7 @@ def test_the_memory_of_saves_is_made_ahead_of_the_first_one(tmp_path, monkeypatc
     cuda = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     saves = OnCuda(tmp_path)
-    saving = saves.checkpoints.saving
+    saving = saves.checkpoints
     saving.ahead = lambda: 0  # before the first step
     saving.poll()
     assert saving._process is None
@@ -516,7 +517,7 @@ def test_the_memory_of_saves_is_made_ahead_of_the_first_one(tmp_path, monkeypatc
     # While a save is in progress, its memory stays as it is.
     saves = OnCuda(tmp_path)
     saves.step = 1
-    saving = saves.checkpoints.saving
+    saving = saves.checkpoints
     saves.save(2)
     saving.ahead = lambda: 5 * 4096
     saving.poll()
@@ -566,7 +567,7 @@ class Late(side_copies.SideCopy):
 def copy_late(patch) -> None:
     """Let saves that may overlap with training do so, on the host."""
     patch(pieces, "SideCopy", Late)
-    patch(SaveInProgress, "_overlapping", lambda self, process: "late" if self.overlaps else None)
+    patch(BackgroundSaves, "_overlapping", lambda self, process: "late" if self.overlaps else None)
 
 
 class Normed(nn.Module):
@@ -681,8 +682,8 @@ class Overlapping:
         self.checkpoints = Checkpoints(root, alone, say=self.said.append, **options)
         torch.manual_seed(0)
         self.model = Normed()
-        self.checkpoints.saving.overlaps = True
-        self.checkpoints.saving.watched = lambda: [*self.model.parameters()]
+        self.checkpoints.overlaps = True
+        self.checkpoints.watched = lambda: [*self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.optimizer.register_step_pre_hook(lambda *_: side_copies.before_change())
         self.ema = EMA(self.model, EMASettings(decay=0.5))
@@ -709,7 +710,7 @@ class Overlapping:
 
     def is_sent(self) -> bool:
         self.checkpoints.poll()
-        return self.checkpoints.saving._process._request is None
+        return self.checkpoints._process._request is None
 
 
 def check_saved(root: Path, number: int, expected: dict[str, torch.Tensor]) -> None:
@@ -766,7 +767,7 @@ def test_a_copy_overlaps_with_training_until_the_next_update(tmp_path, monkeypat
 def test_a_writer_that_is_killed_before_a_copy_is_complete(tmp_path, monkeypatch):
     one = Overlapping(tmp_path, monkeypatch)
     one.save(1)
-    writer = one.checkpoints.saving._process._process
+    writer = one.checkpoints._process._process
     writer.kill()
     writer.wait()
     one.backward()
@@ -895,14 +896,14 @@ def test_a_save_that_is_dropped_at_the_end_is_reported(tmp_path, monkeypatch):
 def saved_late(root: str, make: str) -> dict[str, torch.Tensor]:
     copy_late(setattr)
     register_optimizer_step_pre_hook(lambda *_: side_copies.before_change())
-    SaveInProgress.poll = lambda self: None  # so that only the next save, or the end, sends it
-    init = SaveInProgress.__init__
+    BackgroundSaves.poll = lambda self: None  # so that only the next save, or the end, sends it
+    init = BackgroundSaves.__init__
 
     def overlapping(self, *given, **options) -> None:
         init(self, *given, **options)
         self.overlaps = True
 
-    SaveInProgress.__init__ = overlapping
+    BackgroundSaves.__init__ = overlapping
     return saved(root, make, False)
 
 

@@ -737,8 +737,8 @@ def kill_the_writer_between_two_saves(root: str, address: str) -> tuple[bytes, b
 
     checkpoints.save(2, model, optimizer, {})
     checkpoints.finish()
-    checkpoints.saving.end_uploads(final=False)
-    checkpoints.saving.close()
+    checkpoints.end_uploads(final=False)
+    checkpoints.close()
     return killed, renewed, steps_in(bucket)
 
 

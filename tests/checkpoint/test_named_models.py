@@ -11,12 +11,12 @@ from torch import nn
 
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import together
-from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.state_dict import buffers_of, model_tensors
 from oneloop.ema import EMA, EMASettings
 from slow_cases import with_slow
+from sync_saves import SyncCheckpoints
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -153,7 +153,7 @@ def two_steps(root: str, gan: Gan) -> list[dict[str, torch.Tensor]]:
     Returns:
         All tensors: as loaded, one step later, as saved, and one step later.
     """
-    checkpoints = Checkpoints(Path(root), gan.accelerator, sync=True)
+    checkpoints = SyncCheckpoints(Path(root), gan.accelerator)
     gan.state.resume(checkpoints, "auto", say=lambda line: None)
     seen = [gan.everything()]
     gan.step()
@@ -323,19 +323,19 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def saved_pair(tmp_path_factory) -> Path:
-    checkpoints = Checkpoints(tmp_path_factory.mktemp("pair"), Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path_factory.mktemp("pair"), Accelerator())
     made = pair(1).step()
     checkpoints.save(1, made.models, made.optimizers, {})
     return checkpoints.newest()
 
 
 def by_load(made: Pair, folder: Path) -> None:
-    checkpoints = Checkpoints(folder.parent, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(folder.parent, Accelerator())
     checkpoints.load(folder, made.models, made.optimizers)
 
 
 def by_resume(made: Pair, folder: Path) -> None:
-    checkpoints = Checkpoints(folder.parent, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(folder.parent, Accelerator())
     RunState(made.models, made.optimizers, parts={}).resume(checkpoints, str(folder))
 
 
@@ -355,7 +355,7 @@ def test_other_names_are_rejected_before_a_tensor_changes(saved_pair, change, th
 
 def test_other_names_are_rejected_before_a_buffer_goes_back(tmp_path):
     first = Gan(1)
-    checkpoints = Checkpoints(tmp_path, first.accelerator, sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, first.accelerator)
     first.state.save(checkpoints, 1)  # before a buffer has moved
     gan = Gan(2)
     gan.step()
@@ -368,7 +368,7 @@ def test_other_names_are_rejected_before_a_buffer_goes_back(tmp_path):
 
 
 def test_a_checkpoint_without_names_is_not_of_named_models(tmp_path):
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
     made = pair(1).step()
     checkpoints.save(1, made.models["generator"], made.optimizers["generator"], {})
     assert read_manifest(checkpoints.newest())["about"]["named"] == []
@@ -379,7 +379,7 @@ def test_a_checkpoint_without_names_is_not_of_named_models(tmp_path):
 
 
 def test_another_number_of_groups_is_rejected_before_a_tensor_changes(tmp_path):
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
     made = pair(1).step()
     generator = made.models["generator"]
     checkpoints.save(1, generator, made.optimizers["generator"], {})
@@ -409,7 +409,7 @@ def test_a_parameter_with_two_optimizers_is_rejected(tmp_path):
     made = pair(1)
     net = made.models["generator"]
     one = made.optimizers["generator"]
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
     for other in (torch.optim.SGD([net.bias], lr=0.1), one):
         both = {"one": one, "two": other}
         with pytest.raises(ValueError, match="the optimizers one and two both have the parameter "):
@@ -434,7 +434,7 @@ def test_two_emas_of_one_name_are_rejected():
 
 def test_one_model_with_several_optimizers(tmp_path):
     """The tensors have the names that they have with one optimizer."""
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
 
     def made(seed: int):
         torch.manual_seed(seed)
@@ -468,7 +468,7 @@ def held_in(folder: Path) -> set[str]:
 
 
 def test_several_models_with_one_optimizer(tmp_path):
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
     made = pair(1)
     one_optimizer(made)
     made.models["generator"](torch.ones(2, 3)).sum().backward()
@@ -486,7 +486,7 @@ def test_several_models_with_one_optimizer(tmp_path):
 
 
 def test_a_module_of_two_models_is_saved_once(tmp_path):
-    checkpoints = Checkpoints(tmp_path, Accelerator(), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator())
 
     def made(seed: int) -> tuple[nn.Module, dict[str, nn.Module], dict[str, torch.optim.Optimizer]]:
         torch.manual_seed(seed)
@@ -511,7 +511,7 @@ def test_a_module_of_two_models_is_saved_once(tmp_path):
 
 def test_a_frozen_model_is_saved_once(tmp_path):
     root = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(root, Accelerator(), sync=True, complete=False)
+    checkpoints = SyncCheckpoints(root, Accelerator(), complete=False)
     made = pair(1)
     made.models["generator"].requires_grad_(False)
     mine = {"discriminator": made.optimizers["discriminator"]}
@@ -529,7 +529,7 @@ def test_a_frozen_model_is_saved_once(tmp_path):
 
 def test_a_model_that_is_frozen_between_steps_is_not_taken_as_frozen(tmp_path):
     root = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(root, Accelerator(), sync=True, complete=False)
+    checkpoints = SyncCheckpoints(root, Accelerator(), complete=False)
     made = pair(1).step()
     made.models["discriminator"].requires_grad_(False)  # for the step of the generator
     with pytest.raises(ValueError, match="set requires_grad to True before each save"):
@@ -557,7 +557,7 @@ def test_the_averaged_buffers_of_each_model_are_recognized():
 
 def test_sizes_and_weights_of_named_models(tmp_path):
     gan = Gan(1, "prepare")
-    checkpoints = Checkpoints(tmp_path, gan.accelerator, sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, gan.accelerator)
     for _ in range(2):
         gan.step()
     gan.state.save(checkpoints, 2)

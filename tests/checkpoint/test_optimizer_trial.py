@@ -19,10 +19,10 @@ from torch.optim import AdamW
 
 import odd_optimizers as odd
 from oneloop.basics.seeds import random_states
-from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.optimizer_trial import of_kind, try_optimizer, try_shards
 from oneloop.checkpoint.optimizer_values import settings_of
 from oneloop.checkpoint.resume import RunState, _restore_generators
+from sync_saves import SyncCheckpoints
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -72,7 +72,7 @@ def resumed(folder: Path, kind: Any, accelerator: Any, prepare: Any) -> float:
             try_optimizer(partial(of_kind, optimizer), like, ["lr"])
             if isinstance(like, DTensor):
                 try_shards(partial(of_kind, optimizer), like, ["lr"])
-        checkpoints = Checkpoints(folder / str(stop), accelerator, sync=True, settings=settings)
+        checkpoints = SyncCheckpoints(folder / str(stop), accelerator, settings=settings)
         state = RunState(net, optimizer, parts={}, tried=settings is not None)
         torch.manual_seed(1)
         odd.train(net, optimizer, 1, 6)
@@ -163,7 +163,7 @@ def redrawn(folder: Path, accelerator: Any, prepare: Any) -> tuple[Any, Any]:
     """Return the draws after a save, and after the resume of it in other states."""
     net = prepare(odd.model())
     state = RunState(net, odd.LARS(net.parameters()), parts={})
-    checkpoints = Checkpoints(folder, accelerator, sync=True)
+    checkpoints = SyncCheckpoints(folder, accelerator)
     torch.manual_seed(accelerator.process_index)
     np.random.seed(accelerator.process_index)
     np.random.normal()  # keeps a second number
@@ -232,7 +232,7 @@ def test_on_two_ranks(tmp_path, config):
     accelerator = Accelerator(cpu=True)
     net = accelerator.prepare(odd.model())
     state = RunState(net, odd.LARS(net.parameters()), parts={})
-    checkpoints = Checkpoints(tmp_path / "draws", accelerator, sync=True)
+    checkpoints = SyncCheckpoints(tmp_path / "draws", accelerator)
     ends = []
     for _ in range(2):
         torch.manual_seed(5)

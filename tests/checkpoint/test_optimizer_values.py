@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, lr_scheduler
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA, EMASettings
+from sync_saves import SyncCheckpoints
 
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.checkpoints",
@@ -46,7 +47,7 @@ class Script:
                 self.model, self.optimizer, self.schedule
             )
         self.state = RunState(self.model, self.optimizer, parts={"schedule": self.schedule})
-        self.checkpoints = Checkpoints(folder, accelerator, sync=True)
+        self.checkpoints = SyncCheckpoints(folder, accelerator)
 
     def train(self, steps: int) -> list[float]:
         rates = []
@@ -102,7 +103,7 @@ class Counting(SGD):
 
 
 def saved(folder: Path, model: nn.Module, optimizer: Any, **more: Any) -> Checkpoints:
-    checkpoints = Checkpoints(folder, Accelerator(cpu=True), sync=True)
+    checkpoints = SyncCheckpoints(folder, Accelerator(cpu=True))
     RunState(model, optimizer, parts={}, **more).save(checkpoints, 1)
     return checkpoints
 
@@ -178,7 +179,7 @@ def test_a_target_network_is_saved_as_it_is(tmp_path):
     """Frozen for autograd, but a script averages into it: DQN, BYOL."""
     models = {"online": nn.Linear(2, 1), "target": nn.Linear(2, 1).requires_grad_(False)}
     optimizer = SGD(models["online"].parameters(), lr=0.1)
-    checkpoints = Checkpoints(tmp_path, Accelerator(cpu=True), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator(cpu=True))
     state = RunState(models, optimizer, parts={})
     for step in range(1, 4):
         models["target"].weight.data.lerp_(models["online"].weight.data, 0.5)
@@ -195,7 +196,7 @@ def test_two_runs_in_one_folder_keep_their_frozen_parameters(tmp_path):
     for name, value in {"a": 1.0, "b": 2.0}.items():
         model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 1))
         nn.init.constant_(model[0].weight, value)
-        checkpoints = Checkpoints(tmp_path / name, Accelerator(cpu=True), sync=True)
+        checkpoints = SyncCheckpoints(tmp_path / name, Accelerator(cpu=True))
         state = RunState(model, SGD(model[1].parameters(), lr=0.1), parts={})
         state.save(checkpoints, 1)
         states[name] = (state, checkpoints, model, value)
@@ -230,7 +231,7 @@ def test_an_ema_is_a_part_by_itself(tmp_path):
         for _ in range(4):
             nn.init.normal_(model.weight)
             made[0].update(1)
-        checkpoints = Checkpoints(tmp_path / kind, Accelerator(cpu=True), sync=True)
+        checkpoints = SyncCheckpoints(tmp_path / kind, Accelerator(cpu=True))
         states = []
         for ema in made:
             emas = [] if kind == "parts" else [ema]
@@ -257,7 +258,7 @@ class Plain:
 def test_keys_that_are_numbers_stay_numbers_and_other_parts_are_reported(tmp_path):
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr=0.1)
-    checkpoints = Checkpoints(tmp_path, Accelerator(cpu=True), sync=True)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator(cpu=True))
     value = {1: {"a": [{2.5: 3}]}, None: "x"}
     parts = {"kept": Plain(value), "data": Plain()}
     RunState(model, optimizer, parts=parts).save(checkpoints, 1)

@@ -15,6 +15,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store, problems
+from sync_saves import SyncCheckpoints
 from worlds import back_to, run, train
 
 pytestmark = pytest.mark.covers(
@@ -282,7 +283,7 @@ def net() -> nn.Module:
 
 
 def saved(state: RunState, folder: Path, step: int = 1, say=print) -> Checkpoints:
-    checkpoints = Checkpoints(folder, Accelerator(), sync=True, say=say)
+    checkpoints = SyncCheckpoints(folder, Accelerator(), say=say)
     state.save(checkpoints, step)
     return checkpoints
 

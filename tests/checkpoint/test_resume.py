@@ -441,9 +441,7 @@ def _on_a_small_disk(words: list[str], least: int) -> None:
 
     def limited(self, step, *args, **kwargs):
         if step == 6:
-            resource.prlimit(
-                self.saving._process._process.pid, resource.RLIMIT_FSIZE, (least, least)
-            )
+            resource.prlimit(self._process._process.pid, resource.RLIMIT_FSIZE, (least, least))
         return save(self, step, *args, **kwargs)
 
     checkpoints.Checkpoints.save = limited

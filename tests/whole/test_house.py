@@ -505,7 +505,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("train.py", "group.stop", "upkeep.save()"),
             ("loop/upkeep.py", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
-            ("checkpoint/checkpoints.py", "SaveRequest(", "self.saving."),
+            ("checkpoint/checkpoints.py", "SaveRequest(", "self.begin("),
             ("checkpoint/background_save.py", "SaveRequest"),
             ("checkpoint/save_request.py", "class SaveRequest"),
         ],

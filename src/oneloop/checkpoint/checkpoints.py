@@ -21,7 +21,7 @@ from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.tensors import Models, Optimizers, named, together
 from oneloop.basics.untrusted import damaged
-from oneloop.checkpoint.background_save import SaveInProgress
+from oneloop.checkpoint.background_save import BackgroundSaves
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Fetcher
 from oneloop.checkpoint.named_checkpoint import base_problems
@@ -49,7 +49,7 @@ from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
 __all__ = ["Checkpoints", "settings_of"]
 
 
-class Checkpoints:
+class Checkpoints(BackgroundSaves):
     """The checkpoints of one run, in a folder that all ranks share.
 
     Args:
@@ -61,7 +61,6 @@ class Checkpoints:
             a folder beside ``root``.
         settings: entries of parameter groups that come from a recipe, which are not saved
             (:func:`oneloop.checkpoint.optimizer_values.settings_of`); None: all are saved.
-        sync: write in the training process, which waits for it (for trials and tests).
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
             size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
             needs one. 0: no limit.
@@ -76,22 +75,17 @@ class Checkpoints:
         origin: BaseModel | None = None,
         complete: bool = True,
         settings: Settings | None = None,
-        sync: bool = False,
         patience: float = 1.0,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.store = Store(root)
-        self.ranks = Ranks(accelerator)
+        super().__init__(Store(root), Ranks(accelerator), patience=patience, say=say)
         self.gather = self.ranks.gather
-        self.say = say if self.ranks.is_main else _ignore
 
         # What saves.
-        self._sync = sync
         self.complete = complete
         self.settings = settings
         self._base = Base(self.store, self.ranks, origin=origin, once=not complete)
         self._attempt = 0  # number of saves so far
-        self.saving = SaveInProgress(self.store, self.ranks, patience=patience, say=self.say)
 
         # The mirror.
         self.fetcher: Fetcher | None = None  # reads it
@@ -133,8 +127,8 @@ class Checkpoints:
             ValueError: models and optimizers cannot be saved by these names.
         """
         model = together(model)
-        problem = self.saving.finish(or_go_on=True)
-        if self.saving.stuck:
+        problem = self.finish(or_go_on=True)
+        if self.stuck:
             return problem
 
         # Divide the tensors between the ranks.
@@ -170,9 +164,9 @@ class Checkpoints:
             flush=[str(file.absolute()) for file in flush],
         )
 
-        # Write; without ``sync``, this waits at most for a copy to host memory.
-        self.saving.begin(request, mine, sync=self._sync)
-        return self.saving.finish() or problem if self._sync else problem
+        # Write. This waits at most for a copy to host memory.
+        self.begin(request, mine)
+        return problem
 
     def pieces(
         self,
@@ -185,26 +179,6 @@ class Checkpoints:
         tensors = {**self._base.others(model), **optimizer_tensors(model, optimizer), **extra}
         shared = buffers_of(model, tensors)
         return tensors, pieces(tensors, self.ranks, of_rank_0=shared, only_here=own)
-
-    def poll(self) -> str | None:
-        """Return this rank's error of the save in progress if it is known by now.
-
-        Does not block (about 1 us).
-        """
-        return self.saving.poll()
-
-    def finish(self) -> str | None:
-        """Wait for the save in progress. Collective: call on every rank.
-
-        Returns:
-            The error, equal on all ranks; None if the checkpoint is complete, or no save was in
-            progress.
-
-        Raises:
-            OSError: on all ranks, after more than three consecutive failures, or after the time
-                limit.
-        """
-        return self.saving.finish()
 
     def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks.
@@ -219,12 +193,7 @@ class Checkpoints:
         """
         self.fetcher = Fetcher(address, self.store, self.ranks, self.say)
         self._counts = counts
-        self.saving.mirror(address, lease=lease, counts=counts)
-
-    def close(self) -> None:
-        """End the writing process, unless it writes to a mirror: then ``saving.close()`` does."""
-        if self.fetcher is None:
-            self.saving.close()
+        self.upload(address, lease=lease, counts=counts)
 
     def whole(self, step: int, otherwise: str) -> Path | None:
         """Return the path of a step's checkpoint; log that it is missing or damaged. Collective.
@@ -337,7 +306,3 @@ class Checkpoints:
             if optimizer is not None:
                 load_values(state["optimizer"], model, optimizer, own)
         return state
-
-
-def _ignore(line: str) -> None:
-    """Report nothing: rank 0 does."""

@@ -99,7 +99,7 @@ class State(RunState):
         )
 
         # Let copies overlap with training, unless its forwards may change parameters.
-        saving = self.checkpoints.saving
+        saving = self.checkpoints
         moves = any(name.startswith("parameter") for name in trial.moved)
         saving.overlaps = not (moves or trial.stateful)
         saving.watched = partial(_trained, model)
@@ -243,7 +243,7 @@ class State(RunState):
         lease = folder.lease and (folder.lease.number, folder.lease.about)
         self.checkpoints.mirror(address, lease=run.from_main(lease), counts=not shared)
         if run.main:
-            folder.uploads = self.checkpoints.saving
+            folder.uploads = self.checkpoints
         kind = "copies of run.dir"
         if not shared:
             kind = "a checkpoint counts when it is there; hosts need no shared disk"

@@ -212,7 +212,8 @@ class Upkeep:
         failed = state.checkpoints.finish()
         BEATS.enter(ENDING)
         final = self._final_weights(stopped=stopped)
-        state.checkpoints.close()
+        if not job.recipe.mirror:  # the folder closes them after the last uploads
+            state.checkpoints.close()
         folder = state.folder.path / "final"
         write_final(folder, state.model, job.task, state.emas, about=final)
 

@@ -15,7 +15,7 @@ from oneloop.basics.exit_codes import DONE, ERROR, BadInput, Unavailable
 from oneloop.basics.files import replacing
 from oneloop.basics.system.processes import boot_id
 from oneloop.basics.untrusted import read_bytes
-from oneloop.checkpoint.background_save import SaveInProgress
+from oneloop.checkpoint.background_save import BackgroundSaves
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_in
@@ -39,7 +39,7 @@ class MirroredFolder(Folder):
     """
 
     lease: Lease | None = None
-    uploads: SaveInProgress | None = None  # once they write to the mirror
+    uploads: BackgroundSaves | None = None  # once they write to the mirror
 
     def __init__(self, path: Path, address: str, *, say: Callable[[str], object] = print) -> None:
         super().__init__(path, say=say)
