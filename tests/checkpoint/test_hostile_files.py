@@ -36,8 +36,7 @@ from oneloop.checkpoint.mirror import Fetcher, complete, local_run
 from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of
 from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
-from oneloop.checkpoint.saved_state import newest_intact, read_state, state_problems
-from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
+from oneloop.checkpoint.store import Store, problems, read_state, vouch
 from oneloop.cli import main
 from oneloop.recipe.comparison import training_configuration
 from oneloop.run.folder import Folder
@@ -54,7 +53,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.mirror",
     "oneloop.checkpoint.named_checkpoint",
-    "oneloop.checkpoint.saved_state",
     "oneloop.checkpoint.store",
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
@@ -88,10 +86,10 @@ def _steps(folder: Path) -> list[Path]:
 def _read_checkpoints(run: Path) -> None:
     """Read the checkpoints of a run as a start and all commands do, without loading tensors."""
     for path in _steps(run):
-        if not (problems(path) or state_problems(path)):
+        if not problems(path):
             base_problems(path)
             read_state(path)
-    problems_of_files(run / "final")
+    problems(run / "final")
     for asked in ("newest", "best"):
         checkpoint_of(run, asked)
     chosen_of(run, None)
@@ -208,7 +206,7 @@ def test_an_address_in_a_run_folder_is_not_followed(made, tmp_path):
 def test_final_weights_with_names_that_users_have(tmp_path):
     (tmp_path / "Größe\u00a0Einheit.txt").write_text("content")
     vouch(tmp_path, {})
-    assert problems_of_files(tmp_path) == []
+    assert problems(tmp_path) == []
 
 
 def _attacks(copies: hostile.Copies, count: int, read, outside: Path) -> int:
@@ -404,7 +402,7 @@ def test_a_file_in_place_of_a_checkpoint_is_set_aside(made, tmp_path):
     shutil.rmtree(newest)
     newest.write_text("not a folder")
     said = []
-    chosen, error = newest_intact(Store(newest.parent), said.append)
+    chosen, error = Store(newest.parent).newest_intact(said.append)
     assert error is None and chosen == _steps(tmp_path / "run")[-1] and len(said) == 1
     assert (newest.parent / f"bad-{newest.name}").is_file()
 

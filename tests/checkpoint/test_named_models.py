@@ -99,7 +99,6 @@ class Gan:
         self.state = RunState(
             models,
             optimizers,
-            emas=self.emas,
             parts={"count": self.count, "smooth": self.emas[0], "discriminator": self.emas[1]},
         )
 
@@ -423,13 +422,6 @@ def test_an_optimizer_of_another_model_is_rejected():
     del made.models["discriminator"]
     with pytest.raises(ValueError, match="2 parameters that are not in the given models"):
         RunState(made.models, made.optimizers, parts={})
-
-
-def test_two_emas_of_one_name_are_rejected():
-    made = pair(1)
-    emas = [EMA(model, EMASettings(half_life=64)) for model in made.models.values()]
-    with pytest.raises(ValueError, match="the EMA ema has the name of another part"):
-        RunState(made.models, made.optimizers, emas=emas, parts={})
 
 
 def test_one_model_with_several_optimizers(tmp_path):

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.checkpoints",
     "oneloop.checkpoint.optimizer_values",
     "oneloop.checkpoint.resume",
-    "oneloop.checkpoint.saved_state",
 )
 
 SCHEDULES = {
@@ -222,26 +221,20 @@ def test_two_tensors_of_one_name_are_rejected(tmp_path):
 # Parts.
 
 
-def test_an_ema_is_a_part_by_itself(tmp_path):
-    """In emas, or in parts, or in both: tensors and counters are restored."""
-    for kind in ("emas", "parts", "both"):
-        model = nn.Linear(1, 1)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        made = [EMA(model, EMASettings(decay=0.9, start=2)) for _ in range(2)]
-        for _ in range(4):
-            nn.init.normal_(model.weight)
-            made[0].update(1)
-        checkpoints = SyncCheckpoints(tmp_path / kind, Accelerator(cpu=True))
-        states = []
-        for ema in made:
-            emas = [] if kind == "parts" else [ema]
-            parts = {} if kind == "emas" else {"e": ema}
-            states.append(RunState(model, optimizer, emas=emas, parts=parts))
-        states[0].save(checkpoints, 1)
-        states[1].resume(checkpoints, "auto")
-        assert made[1].state_dict() == made[0].state_dict()
-        for name, tensor in made[0].tensors().items():
-            assert torch.equal(made[1].tensors()[name], tensor)
+def test_tensors_and_counters_of_an_ema_are_restored(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    made = [EMA(model, EMASettings(decay=0.9, start=2)) for _ in range(2)]
+    for _ in range(4):
+        nn.init.normal_(model.weight)
+        made[0].update(1)
+    checkpoints = SyncCheckpoints(tmp_path, Accelerator(cpu=True))
+    states = [RunState(model, optimizer, parts={"e": ema}) for ema in made]
+    states[0].save(checkpoints, 1)
+    states[1].resume(checkpoints, "auto")
+    assert made[1].state_dict() == made[0].state_dict()
+    for name, tensor in made[0].tensors().items():
+        assert torch.equal(made[1].tensors()[name], tensor)
 
 
 class Plain:
@@ -277,9 +270,9 @@ def test_wrong_names_of_parts_and_emas_are_rejected():
     optimizer = SGD([*first.parameters(), *models["two"].parameters()], lr=0.1)
     with pytest.raises(ValueError, match="a part has the name optimizer"):
         RunState(models, optimizer, parts={"optimizer": Plain()})
-    emas = [
-        EMA(first, EMASettings(half_life=9, name="x")),
-        EMA(models["two"], EMASettings(half_life=9, name="x.b")),
-    ]
+    emas = {
+        "a": EMA(first, EMASettings(half_life=9, name="x")),
+        "b": EMA(models["two"], EMASettings(half_life=9, name="x.b")),
+    }
     with pytest.raises(ValueError, match="tensors of two EMAs have one name"):
-        RunState(models, optimizer, emas=emas, parts={})
+        RunState(models, optimizer, parts=emas)

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,10 @@ BLOCK = 1 << 23  # bytes that one request writes or reads
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
 # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
-_PATIENCE = {"connect_timeout": 5, "read_timeout": 15}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "s3": {"config_kwargs": {"connect_timeout": 5, "read_timeout": 15}},
+}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
@@ -110,11 +114,14 @@ def store_errors(address: str) -> Iterator[None]:
         raise kind(f"{address}: {type(error).__name__}: {one_line(error)}") from error
 
 
-def ends_program(error: StoreError) -> ValueError | Unavailable:
-    """Return the error that ends a program which cannot read its data, before a run begins."""
+def ends_program(error: StoreError, what: str = "task.data") -> BadInput | Unavailable:
+    """Return the error that ends a program which cannot read ``what``, before a run begins."""
     if error.temporary:
-        return Unavailable(f"task.data: {error}; check the network, and start again")
-    return ValueError(f"{error}; check address and credentials")
+        return Unavailable(
+            f"{what} cannot be read now: {error}; check the network, and start the same command "
+            "again"
+        )
+    return BadInput(f"{what} cannot be read: {error}; check address and credentials")
 
 
 class Bucket:
@@ -131,17 +138,19 @@ class Bucket:
         import fsspec
 
         self.address = address.rstrip("/")
+        self._errors = partial(store_errors, self.address)
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
         with self._errors():
-            self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **_options(scheme))
+            self._fs: Any = fsspec.filesystem(
+                scheme,
+                skip_instance_cache=True,
+                use_listings_cache=False,
+                **_OPTIONS.get(scheme, {}),
+            )
             if scheme == "s3":
                 self._fs.retries = 1  # of s3fs: botocore's are enough
             self._root = self._fs._strip_protocol(self.address)
-
-    def _errors(self) -> AbstractContextManager[None]:
-        """Raise every error as a StoreError that names the address."""
-        return store_errors(self.address)
 
     def get(self, name: str, most: int = MOST_BYTES) -> bytes:
         """Return the content of a small object.
@@ -237,12 +246,3 @@ class Bucket:
         """Delete an object, if it exists."""
         with suppress(FileNotFoundError), self._errors():
             self._fs.rm_file(f"{self._root}/{name}")
-
-
-def _options(scheme: str) -> dict[str, Any]:
-    """Return the options of fsspec's file system."""
-    if scheme == "file":
-        return {"auto_mkdir": True}
-    if scheme == "s3":
-        return {"use_listings_cache": False, "config_kwargs": _PATIENCE}
-    return {"use_listings_cache": False}

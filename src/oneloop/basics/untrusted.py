@@ -114,11 +114,11 @@ def parsed_json(content: bytes | str, kind: type = dict) -> Any:
 
 
 def _reject_deep(value: Any) -> None:
-    """Raise ValueError if a value of JSON is nested so deeply that its readers could fail."""
+    """Raise ValueError if a value is nested so deeply that its readers could fail."""
     level = [value]
     for _ in range(_MOST_DEPTH):
         inside: list[Any] = []
-        for item in level:
+        for item in {id(item): item for item in level}.values():  # aliases of YAML repeat items
             if isinstance(item, dict):
                 inside += item.values()
             elif isinstance(item, list):
@@ -142,17 +142,19 @@ def read_json(file: Path, kind: type = dict, *, most: int = MOST_BYTES) -> Any:
 def parsed_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    Raises ValueError if it is not YAML.
+    Raises ValueError if it is not YAML, or nested too deeply.
     """
     import yaml  # the process that writes checkpoints does not need it
 
     try:
         # libyaml is ten times as fast, and also stops at deep nesting.
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        value = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:  # of wrong tags
         raise ValueError(one_line(error)) from error
+    _reject_deep(value)
+    return value
 
 
 class NotDeleted(Unavailable):

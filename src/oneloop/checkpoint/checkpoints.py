@@ -27,6 +27,8 @@ from oneloop.checkpoint.mirror import Fetcher
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.optimizer_values import (
     Settings,
+    decoded,
+    encoded,
     load_values,
     optimizer_values,
     settings_of,
@@ -35,16 +37,8 @@ from oneloop.checkpoint.pieces import Piece, header_of, pieces
 from oneloop.checkpoint.ranks import Ranks
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
-from oneloop.checkpoint.saved_state import (
-    STATE,
-    decoded,
-    encoded,
-    newest_intact,
-    read_state,
-    state_problems,
-)
 from oneloop.checkpoint.state_dict import buffers_of, described, load_tensors, reject_others
-from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
+from oneloop.checkpoint.store import STATE, Store, name_of, problems, read_state, step_in, step_of
 
 __all__ = ["Checkpoints", "settings_of"]
 
@@ -217,7 +211,7 @@ class Checkpoints(BackgroundSaves):
         elif self.ranks.is_main:
             wrong = ["it does not exist"]
             if path.is_dir():
-                wrong = problems(path) or base_problems(path) or state_problems(path)
+                wrong = problems(path) or base_problems(path)
         if wrong:
             self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
@@ -235,7 +229,7 @@ class Checkpoints(BackgroundSaves):
         own: Path | None = None
         error: str | None = None
         if not self._counts:
-            own, error = self.ranks.from_main(lambda: newest_intact(self.store, self.say))
+            own, error = self.ranks.from_main(lambda: self.store.newest_intact(self.say))
         # later, a failing mirror must not stop a rewind
         looks = own is None or not self._began
         self._began = True

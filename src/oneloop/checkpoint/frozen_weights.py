@@ -32,7 +32,7 @@ from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.checkpoint.store import (
     Store,
     flush,
-    problems_of_files,
+    problems,
     vouch,
     write_file,
     write_pieces,
@@ -59,11 +59,12 @@ def write_base(
         OSError: on all ranks, if they cannot be written.
     """
     pieces = _content(tensors, ranks)
-    entry: dict[str, Any] = {}
-    problem = ""
     draft = run / f".{BASE}.draft"
-    try:
-        if ranks.is_main:
+
+    def write() -> dict[str, Any]:
+        try:
+            if not ranks.is_main:
+                return {}
             delete(draft, inside=run)
             draft.mkdir(parents=True)
             if origin is None:
@@ -73,15 +74,19 @@ def write_base(
                 content = json.dumps(about, indent=1).encode()
                 entry = {"file": NAMED, **write_file(draft / NAMED, content)}
             _commit(draft, base_folder(run, entry), entry)
-    except OSError as error:
-        problem = f"{type(error).__name__}: {error}"
+            return entry
+        finally:
+            # Every rank takes part in gathering, also after an error.
+            for _ in pieces if origin is None else ():
+                pass
 
-    # Every rank takes part in gathering, also after an error.
-    for _ in pieces if origin is None else ():
-        pass
-    entry, problem = ranks.gather((entry, problem))[0]
-    if problem:
-        raise OSError(f"{run / BASE} with the frozen parameters cannot be written: {problem}")
+    try:
+        entry: dict[str, Any] = ranks.all_of(write)[0]
+    except OSError as error:
+        raise OSError(
+            f"{run / BASE} with the frozen parameters cannot be written: {type(error).__name__}: "
+            f"{error}"
+        ) from error
     return entry
 
 
@@ -106,7 +111,7 @@ def _content(tensors: Mapping[str, Tensor], ranks: Ranks) -> Iterator[memoryview
 
 def _commit(draft: Path, folder: Path, entry: dict[str, Any]) -> None:
     """Flush the draft and rename it to the folder, unless that is intact."""
-    if not problems_of_files(folder):
+    if not problems(folder):
         delete(draft, inside=draft.parent)
         return
     vouch(draft, {}, {entry["file"]: {"size": entry["size"], "xxh3": entry["xxh3"]}})
@@ -156,24 +161,14 @@ class Base:
         names = self._names(model)
         if not names:
             return {}
-        wrong = self._ranks.from_main(self._changed)
-        if wrong:
-            raise ValueError(wrong)
+        if self._origin is not None:
+            self._ranks.from_main(self._origin.unchanged)
         names_hash = xxh3_64_hexdigest("\n".join(sorted(names)).encode())
         if self._known.get("names") != names_hash:
             tensors = model_tensors(model, frozen=True) if self._origin is None else {}
             written = write_base(self._store.root.parent, tensors, self._origin, self._ranks)
             self._known = {**written, "names": names_hash}
         return {"base": self._known}
-
-    def _changed(self) -> str:
-        """Return how the base model has changed since the start; empty if it has not."""
-        try:
-            if self._origin is not None:
-                self._origin.unchanged()
-        except ValueError as error:
-            return str(error)
-        return ""
 
     def check(self, checkpoint: Path, model: nn.Module) -> None:
         """Verify a checkpoint's frozen parameters. Collective.

@@ -18,8 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from oneloop.basics.bucket import Bucket, StoreError, check_address, is_address
-from oneloop.basics.exit_codes import BadInput, Unavailable
+from oneloop.basics.bucket import (
+    Bucket,
+    StoreError,
+    check_address,
+    ends_program,
+    is_address,
+)
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import cache_folder, writing
 from oneloop.basics.untrusted import damaged, delete, read_bytes
 from oneloop.checkpoint.manifest import (
@@ -31,8 +37,7 @@ from oneloop.checkpoint.manifest import (
     read_manifest,
     signed,
 )
-from oneloop.checkpoint.saved_state import state_problems
-from oneloop.checkpoint.store import Store, name_of, problems_of_files, step_in, step_of
+from oneloop.checkpoint.store import Store, name_of, problems, read_state, step_in, step_of
 
 if TYPE_CHECKING:
     from oneloop.checkpoint.ranks import Ranks
@@ -132,7 +137,7 @@ def fetch(bucket: Bucket, folder: str, path: Path, *, part: int = 0, parts: int 
 def fetch_base(bucket: Bucket, checkpoint: Path, run: Path) -> None:
     """Fetch the frozen parameters that a checkpoint refers to, unless the run folder has them."""
     base = base_in(read_manifest(checkpoint))
-    if base is not None and problems_of_files(base_folder(run, base)):
+    if base is not None and problems(base_folder(run, base)):
         fetch(bucket, f"{BASE}/{base['xxh3']}", base_folder(run, base))
 
 
@@ -195,17 +200,7 @@ def readable(address: str, folder: Path) -> Iterator[None]:
         with writing(f"the copy of {address} in {folder}", remedy):
             yield
     except StoreError as error:
-        raise unreadable(address, error) from error
-
-
-def unreadable(address: str, error: StoreError) -> BadInput | Unavailable:
-    """Return the error that ends a program which cannot read a mirror."""
-    if error.temporary:
-        return Unavailable(
-            f"the mirror {address} cannot be read now: {error}; check the network, and start the "
-            "same command again"
-        )
-    return BadInput(f"the mirror {address} cannot be read: {error}; check address and credentials")
+        raise ends_program(error, "the mirror") from error
 
 
 def local_checkpoint(path: str) -> Path:
@@ -247,7 +242,7 @@ def complete(path: Path, *, again: bool = False) -> None:
         with readable(address, run), FileLock(run / ".lock"):
             bucket = Bucket(address)
             folder = path.relative_to(run).as_posix()
-            if again or problems_of_files(path):
+            if again or problems(path):
                 fetch(bucket, folder, path)
             fetch_base(bucket, path, run)
     except Damaged as error:
@@ -282,26 +277,14 @@ class Fetcher:
             return str(path)
         return f"{self._bucket.address}/{folder_of(step)}"
 
-    def _agreed(self, act: Callable[[], Any]) -> list[Any]:
-        """Return the results of all ranks. Collective.
+    def _on_all(self, act: Callable[[], Any]) -> list[Any]:
+        """Return the results of all ranks, or raise the error of one on all. Collective."""
 
-        If one fails, raise its error on all ranks: Damaged only if no rank has another error.
-        """
-        mine: tuple[Any, ValueError | Unavailable | None]
-        try:
-            mine = (act(), None)
-        except (OSError, ValueError) as error:
-            kind: type[ValueError] | type[Unavailable] = ValueError
-            if isinstance(error, Damaged):
-                kind = Damaged
-            elif isinstance(error, StoreError) and error.temporary:
-                kind = Unavailable
-            mine = (None, kind(f"{error} (rank {self._ranks.rank})"))
-        every = self._ranks.gather(mine)
-        wrong = [error for _, error in every if error is not None]
-        if wrong:
-            raise min(wrong, key=lambda error: isinstance(error, Damaged))
-        return [result for result, _ in every]
+        def readably() -> Any:
+            with readable(self._bucket.address, self._store.root):
+                return act()
+
+        return self._ranks.all_of(readably)
 
     def newest(self, own: Path | None) -> Path | None:
         """Return a copy of the newest intact checkpoint; log damaged ones. Collective.
@@ -331,7 +314,7 @@ class Fetcher:
 
     def later(self, than: int) -> list[int]:
         """Return the steps in the mirror after a step, except damaged ones. Collective."""
-        steps = self._agreed(lambda: steps_in(self._bucket) if self._ranks.is_main else [])[0]
+        steps = self._on_all(lambda: steps_in(self._bucket) if self._ranks.is_main else [])[0]
         return [step for step in steps if step > than and step not in self.damaged]
 
     def fetch(self, step: int) -> Path:
@@ -345,19 +328,20 @@ class Fetcher:
         leader = self._ranks.leader
         leads = self._ranks.rank == leader
         path = self._store.root / f".{name_of(step)}.{leader}.fetched"
-        self._agreed(lambda: self._store.sweep(f".{leader}.fetched") if leads else None)
+        self._on_all(lambda: self._store.sweep(f".{leader}.fetched") if leads else None)
 
         # The ranks of a host divide the files.
         parts = self._ranks.gather(leader).count(leader)
         part = self._ranks.rank - leader
-        self._agreed(lambda: fetch(self._bucket, folder_of(step), path, part=part, parts=parts))
+        self._on_all(lambda: fetch(self._bucket, folder_of(step), path, part=part, parts=parts))
 
         def complete() -> None:
-            wrong = state_problems(path)
-            if wrong:
-                raise Damaged(wrong[0])
+            try:
+                read_state(path)
+            except ValueError as error:
+                raise Damaged(str(error)) from error
             if leads:
                 fetch_base(self._bucket, path, self._store.root.parent)
 
-        self._agreed(complete)
+        self._on_all(complete)
         return path

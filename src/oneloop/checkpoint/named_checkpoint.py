@@ -10,7 +10,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import damaged, read_json
 from oneloop.checkpoint.manifest import BASE, MANIFEST, base_folder, base_in, read_manifest
 from oneloop.checkpoint.mirror import complete, local_checkpoint
-from oneloop.checkpoint.store import Store, changed, problems, problems_of_files, step_of
+from oneloop.checkpoint.store import Store, changed, problems, step_of
 
 FILE = "frozen.safetensors"
 NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and their names
@@ -33,7 +33,7 @@ def base_problems(checkpoint: Path) -> list[str]:
             if recorded is None:
                 return []
             folder, entry = recorded
-            wrong = changed(folder, {entry["file"]: entry}) or problems_of_files(folder)
+            wrong = changed(folder, {entry["file"]: entry}) or problems(folder)
     except ValueError as error:
         return [str(error)]
     return [f"{BASE}/{folder.name}/{line}" for line in wrong]
@@ -87,7 +87,7 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
             "or newest"
         )
     complete(final)
-    wrong = problems_of_files(final)
+    wrong = problems(final)
     if wrong:
         raise BadInput(
             f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP"
@@ -109,7 +109,7 @@ def problems_at(path: Path) -> list[str]:
         complete(path, again=True)
     except BadInput as error:
         return [str(error.__cause__ or error)]
-    return problems_of_files(path) if path.name == FINAL else problems(path) or base_problems(path)
+    return problems(path) or base_problems(path)
 
 
 def _default(run: Path) -> str:

@@ -24,10 +24,11 @@ from oneloop.basics.tensors import (
     optimizers_of,
     plain_optimizer,
 )
-from oneloop.checkpoint.saved_state import decoded, encoded
+from oneloop.basics.untrusted import damaged
 
 _COMPUTED = ("fused", "foreach", "capturable", "differentiable")
 """settings of a group that only say how an update is computed; they may change with the machine"""
+_PAIRS = "keys that are not texts"
 _TENSOR = {"tensor", "on_host"}  # entries in place of a tensor: its name in the checkpoint
 Settings = Sequence[Mapping[str, Any]]
 """hashes of the entries of each parameter group that come from a recipe, which a checkpoint leaves
@@ -236,3 +237,26 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
     # Most optimizers keep the step on the host, so that they need no host sync.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
     return torch.zeros(size, dtype=kind, device="cpu" if on_host else parameter.device)
+
+
+def encoded(value: Any) -> Any:
+    """Return plain values in a form that keeps keys that are not texts in a JSON file."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: encoded(inside) for key, inside in value.items()}
+        return {_PAIRS: [[key, encoded(inside)] for key, inside in value.items()]}
+    if isinstance(value, list | tuple):
+        return [encoded(inside) for inside in value]
+    return value
+
+
+@damaged("the saved state")
+def decoded(value: Any) -> Any:
+    """Return the values that :func:`encoded` got; tuples are lists."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_PAIRS}:
+            return {key: decoded(inside) for key, inside in value[_PAIRS]}
+        return {key: decoded(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [decoded(inside) for inside in value]
+    return value

@@ -35,7 +35,24 @@ class Ranks:
             dist.all_gather_object(values, value, group=self._gloo_group)
         return values
 
+    def all_of(self, act: Callable[[], Any]) -> list[Any]:
+        """Return the results of a function on all ranks. Collective.
+
+        If it raises an OSError or a ValueError on some ranks, raise the first one on all ranks.
+        """
+        own: tuple[Any, OSError | ValueError | None]
+        try:
+            own = (act(), None)
+        except (OSError, ValueError) as raised:
+            own = (None, raised)
+        results = []
+        for result, error in self.gather(own):
+            if error is not None:
+                raise error
+            results.append(result)
+        return results
+
     def from_main(self, act: Callable[[], _Value]) -> _Value:
-        """Return the result of a function that only rank 0 calls. Collective."""
-        value: _Value = self.gather(act() if self.is_main else None)[0]
+        """Return the result of a function that only rank 0 calls; see :meth:`all_of`."""
+        value: _Value = self.all_of(lambda: act() if self.is_main else None)[0]
         return value

@@ -1,6 +1,6 @@
 """The state of a run as one object, which is saved and resumed as a whole.
 
->>> state = RunState(model, optimizer, emas=[ema], parts={"counters": count, "ema": ema})
+>>> state = RunState(model, optimizer, parts={"counters": count, "ema": ema})
 >>> saved = state.resume(checkpoints, "auto")              # {} at first
 >>> state.save(checkpoints, step)
 
@@ -8,7 +8,7 @@ Several models and optimizers, such as those of a GAN, have names:
 
 >>> models = {"generator": generator, "discriminator": discriminator}
 >>> optimizers = {"generator": optimizer_g, "discriminator": optimizer_d}
->>> state = RunState(models, optimizers, emas=[ema_of_generator], parts={})
+>>> state = RunState(models, optimizers, parts={"ema": ema_of_generator})
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,13 +52,12 @@ class RunState:
             several models use is saved once.
         optimizer: the optimizer of its parameters, or several by name. A parameter may have only
             one optimizer.
-        emas: EMAs of its parameters (:class:`oneloop.ema.EMA`), with different names. Each is of
-            one model. Those in ``parts`` need not be given here, and the others become parts by
-            their names.
         parts: components by name. Each has a ``state_dict`` of plain values and may have
             ``load_state_dict``, and ``check_state_dict``, which rejects a saved state by ValueError
             before anything is loaded. Its ``files``, if any, are flushed to disk before a
-            checkpoint that refers to them is complete.
+            checkpoint that refers to them is complete. Of EMAs (:class:`oneloop.ema.EMA`) of the
+            model's parameters, the tensors are saved, too. Each is of one model, and they have
+            different names.
         own: names of components that belong to the run folder; they restart with another folder's
             checkpoint.
         check: receives a checkpoint's state other than tensors before it is loaded, and may raise
@@ -77,7 +76,6 @@ class RunState:
         model: Models,
         optimizer: Optimizers,
         *,
-        emas: Sequence[Any] = (),
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
@@ -88,20 +86,11 @@ class RunState:
         self.optimizer = optimizer
         named(self.model, optimizer)  # raises if two optimizers have the same parameter
 
-        # The counters of an EMA are a part, and its tensors are saved, too.
+        # The tensors of EMAs are saved, too.
         self.parts = dict(parts)
-        averages: dict[int, Any] = {}  # by identity: one may be given twice
-        for part in [*parts.values(), *emas]:
-            if hasattr(part, "tensors") and hasattr(part, "begin"):
-                averages[id(part)] = part
-        for ema in averages.values():
-            if all(ema is not part for part in self.parts.values()):
-                if ema.name in self.parts:
-                    raise ValueError(
-                        f"the EMA {ema.name} has the name of another part; give it another name"
-                    )
-                self.parts[ema.name] = ema
-        self.emas: Sequence[Any] = [*averages.values()]
+        self.emas: Sequence[Any] = [
+            part for part in parts.values() if hasattr(part, "tensors") and hasattr(part, "begin")
+        ]
         if len(self._extra()) < sum(len(ema.tensors()) for ema in self.emas):
             raise ValueError(
                 f"the EMAs have the names {', '.join(ema.name for ema in self.emas)}, with which "

@@ -5,7 +5,7 @@ Needs no torch.
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
@@ -14,7 +14,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.untrusted import damaged, delete
+from oneloop.basics.untrusted import damaged, delete, read_json
 from oneloop.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -23,6 +23,8 @@ from oneloop.checkpoint.manifest import (
 )
 from oneloop.checkpoint.retention import Keep
 
+STATE = "state.json"  # file of a checkpoint with its state that is not tensors
+MOST_STATE = 1 << 28  # bytes; a task may save much
 _NAME = re.compile(r"step-([0-9]{8,15})")
 _COPY = re.compile(r"\.step-([0-9]{8,15})\.[0-9]+\.fetched")
 _CHUNK = 1 << 22  # bytes
@@ -170,6 +172,25 @@ class Store:
         paths = self.root.iterdir() if self.root.is_dir() else ()
         return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
+    def newest_intact(self, say: Callable[[str], object]) -> tuple[Path | None, str | None]:
+        """Return the newest intact checkpoint, and an error if all are damaged.
+
+        Delete drafts. Report damaged checkpoints and set them aside, unless nothing would be left.
+        """
+        self.sweep(".draft")
+        reports: dict[Path, str] = {}
+        for path in reversed(self.sealed()):
+            wrong = problems(path)
+            if not wrong:
+                for bad, report in reports.items():
+                    say(f"{report}; kept as {self.set_aside(bad)}")
+                return path, None
+            reports[path] = f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}"
+        if not reports:
+            return None, None
+        every = "; ".join(reports.values())
+        return None, f"{every}; no good one is left: restore one, or choose another run.dir"
+
     def prune(self, keep: Keep) -> list[Path]:
         """Delete the checkpoints that need not be kept; return their former paths.
 
@@ -211,7 +232,7 @@ class Store:
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
     """Write a manifest for a folder that is not a checkpoint.
 
-    :func:`problems_of_files` verifies it.
+    :func:`problems` verifies it.
 
     Args:
         folder: with all its files.
@@ -227,15 +248,6 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
                 entries[path.relative_to(folder).as_posix()] = entry
     manifest = {"format": FORMAT, "files": entries, "about": dict(about)}
     write_file(folder / MANIFEST, signed(manifest))
-
-
-def problems_of_files(folder: Path) -> list[str]:
-    """Return the problems of the files in a folder's manifest. Reads every file completely."""
-    try:
-        with damaged(MANIFEST):
-            return changed(folder, read_manifest(folder)["files"])
-    except ValueError as error:
-        return [str(error)]
 
 
 def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
@@ -260,26 +272,39 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return the problems of a committed checkpoint: file, expected and found value.
+    """Return the problems of a checkpoint, or of another folder with a manifest.
 
-    Reads it completely.
+    They name file, expected and found value. Reads all files completely.
     """
     try:
         with damaged(MANIFEST):
             manifest = read_manifest(folder)
-            links = [path.name for path in folder.iterdir() if path.is_symlink()]
-            wrong = [f"{name}: a link, which may lead elsewhere" for name in links]
+            step = step_in(folder.name)
+            if step not in (None, manifest.get("step")):
+                return [f"its manifest belongs to step {manifest.get('step')}"]
+            wrong = changed(folder, manifest["files"])
             if "step" not in manifest:
-                wrong.append("its manifest is not that of a checkpoint")
-            elif step_in(folder.name) not in (None, manifest["step"]):
-                wrong.append(f"its manifest belongs to step {manifest['step']}")
-            if wrong:
                 return wrong
 
-            # The files are those of the manifest.
+            # The files of a checkpoint are those of its manifest, and its state can be read.
             names = {path.name for path in folder.iterdir()}
             unknown = names - set(manifest["files"]) - {MANIFEST}
-            wrong = [f"{name}: not in the manifest" for name in sorted(unknown)]
-            return changed(folder, manifest["files"]) + wrong
+            wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
+            if not wrong and STATE in manifest["files"]:
+                read_state(folder)
+            return wrong
     except (ValueError, OSError) as error:
-        return [f"{MANIFEST} is damaged, or not of oneloop ({error})"]
+        return [str(error)]
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint that is not tensors.
+
+    Raises ValueError if it is missing or damaged. Its values are not checked: use them inside
+    :func:`oneloop.basics.untrusted.damaged`.
+    """
+    try:
+        state: dict[str, Any] = read_json(folder / STATE, most=MOST_STATE)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{STATE} cannot be read ({type(error).__name__}: {error})") from error
+    return state

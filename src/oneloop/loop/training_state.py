@@ -134,7 +134,6 @@ class State(RunState):
         super().__init__(
             model,
             optimizer,
-            emas=emas,
             parts=parts,
             own=["tracking"],
             check=same.check,

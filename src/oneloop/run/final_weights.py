@@ -12,8 +12,7 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.files import replacing
 from oneloop.basics.untrusted import delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST
-from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
-from oneloop.checkpoint.store import vouch
+from oneloop.checkpoint.store import MOST_STATE, STATE, read_state, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
 from oneloop.ema import EMA
 from oneloop.task_protocol.protocol import Task

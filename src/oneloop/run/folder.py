@@ -20,7 +20,7 @@ from oneloop.basics.houses import tool
 from oneloop.basics.untrusted import damaged, delete, read_json
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
-from oneloop.checkpoint.store import Store, problems_of_files
+from oneloop.checkpoint.store import Store, problems
 from oneloop.launch.processes import Run
 from oneloop.recipe.comparison import is_training_key
 from oneloop.run.compatibility import SOURCE, input_differences
@@ -133,7 +133,7 @@ class Folder:
             return None
         final = self.path / "final"
         if (final / MANIFEST).exists():
-            wrong = problems_of_files(final)
+            wrong = problems(final)
             if wrong:
                 self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
                 return None

@@ -10,9 +10,8 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import damaged
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import complete
-from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
-from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.store import Store, problems, read_state
 from oneloop.ema import gamma
 
 

@@ -204,7 +204,8 @@ def describe(
     tokens = None
     if job.collate.sample_weight is not None and job.unit == "tokens":
         tokens = samples * job.collate.sample_weight
-    state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, tried=True)
+    emas = {ema.name: ema for ema in costs.emas}
+    state = RunState(costs.model, costs.optimizer, parts=emas, tried=True)
     once, each = state.size(job.tried.share, getattr(job.task, "origin", None))
 
     return Plan(
