@@ -640,10 +640,14 @@ def test_the_task_reads_the_packaged_pairs(tmp_path, monkeypatch):
 
 
 def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():
-    from oneloop.tasks.language.synthetic_chats import all_questions, whole_question
+    from oneloop.tasks.language.synthetic_chats import _RULES, whole_question
     from oneloop.tasks.language.wrong_answers import PairedChats
 
-    right = dict(all_questions())
+    right = {}
+    for rule in _RULES:
+        for template in rule.questions:
+            for subject in rule.subjects:
+                right[template.format(subject)] = rule.answer(subject)
     for part, least in (("train", 3000), ("validation", 150), ("test", 150)):
         pairs = PairedChats(part)
         assert len(pairs) > least and pairs.fingerprint() and part in pairs.where(0)

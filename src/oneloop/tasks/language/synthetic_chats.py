@@ -4,7 +4,7 @@ A later question may be short ("And july?"), so that its meaning depends on the 
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from oneloop.tasks.rows.cache import key_of
@@ -75,14 +75,6 @@ _RULES = [
 _FOLLOW_UPS = ("And {}?", "The same for {}.")
 LESSONS = {"train": 4000, "validation": 200, "test": 200}
 """number of conversations of each split"""
-
-
-def all_questions() -> Iterator[tuple[str, str]]:
-    """Yield each whole question with its answer."""
-    for rule in _RULES:
-        for template in rule.questions:
-            for subject in rule.subjects:
-                yield template.format(subject), rule.answer(subject)
 
 
 def whole_question(questions: Sequence[str]) -> str:

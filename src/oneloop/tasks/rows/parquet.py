@@ -32,8 +32,7 @@ _SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may be
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
-_NUMBER = 1  # number of the group in its file
-_ROWS = 2
+_ROWS = 2  # column 1 is the number of the group in its file
 _BYTES = 3  # in memory, at most
 _FIRST = 4  # number of the first row in its file
 
