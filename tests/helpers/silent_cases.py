@@ -393,7 +393,7 @@ CODE = {
         words=("--optimizer.name", "mine.both", "--optimizer.weight_decay", "0"),
     ),
     "a program for an optimizer": Case(
-        ("neither a class nor a function",), words=("--optimizer.name", "os.system")
+        ("with the arguments ()",), words=("--optimizer.name", "os.system")
     ),
     "a schedule of one argument": Case(
         ("schedule.name 'torch.nn.functional.relu6'", "two arguments"),

@@ -9,23 +9,21 @@ from oneloop.basics.exit_codes import BadInput
 
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-# units by the words of the user
+# units by the first two letters of the user's word; other words are times
 _UNITS = {
     "": "steps",
-    "step": "steps",
-    "steps": "steps",
-    "sample": "samples",
-    "samples": "samples",
-    "token": "tokens",
-    "tokens": "tokens",
+    "st": "steps",
+    "sa": "samples",
+    "to": "tokens",
     "ep": "ep",
-    "epoch": "ep",
-    "epochs": "ep",
     "%": "%",
-    **dict.fromkeys(_SECONDS, "seconds"),
 }
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
-_FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
+_FORM = re.compile(
+    r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*"
+    r"(steps?|samples?|tokens?|ep|epochs?|%|s|min|h|d|)",
+    re.ASCII,
+)
 
 
 class Duration:
@@ -37,12 +35,12 @@ class Duration:
     def __init__(self, text: "str | int | Duration") -> None:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
-        if match is None or match[3] not in _UNITS:
+        if match is None:
             raise ValueError(
                 f"{self.text!r} is not a duration; write steps (500), epochs ('20ep'), samples "
                 "('1M samples'), tokens ('2B tokens') or a share ('10%'), never negative"
             )
-        self.unit = _UNITS[match[3]]
+        self.unit = _UNITS.get(match[3][:2], "seconds")
         # of the unit; exact, and in seconds for a time
         self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.amount *= _SECONDS.get(match[3], 1)

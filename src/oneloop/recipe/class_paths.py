@@ -37,7 +37,7 @@ _PARENTS = {
 _MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # of a task
 
 _IMPORTING: list[str] = []  # modules and files that are being imported
-_IMPORTED_FILES: dict[Path, tuple[int, int]] = {}  # mtime and size of imported files
+_CHANGED: dict[Path, int] = {}  # times of change of imported files
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
@@ -134,10 +134,8 @@ def _reject_misfit(group: str, name: str, chosen: Any) -> None:
             wrong = f"is a class, but not a {_PARENTS[group]}"
         elif "torch.optim.lr_scheduler.ReduceLROnPlateau" in parents:
             wrong = "needs results of evaluations; use schedule.name plateau"
-    elif not arguments:
-        wrong = f"is a {type(chosen).__name__}, neither a class nor a function of arguments"
     elif not fits:
-        wrong = f"is a function of ({', '.join(arguments)})"
+        wrong = f"is a {type(chosen).__name__} with the arguments ({', '.join(arguments)})"
     if wrong:
         raise BadInput(f"{group}.name {name!r} {wrong}; expected {EXPECTED[group]}")
 
@@ -273,11 +271,15 @@ def module_of(file: Path) -> ModuleType:
     """
     file = file.expanduser().resolve()
 
-    # Do not import a file twice: its classes would differ.
+    # Import a file once, as its classes would differ. In a notebook, users edit it between runs.
+    changed = file.stat().st_mtime_ns
+    before = _CHANGED.get(file, changed)
+    _CHANGED[file] = changed
     for name in ("__main__", file.stem):
         there = getattr(sys.modules.get(name), "__file__", None)
         if there and Path(there).resolve() == file:
-            return _reloaded(sys.modules[name], file)
+            module = sys.modules[name]
+            return module if name == "__main__" or changed == before else reload(module)
 
     # Its name must lead to this file only.
     name = file.stem
@@ -292,20 +294,7 @@ def module_of(file: Path) -> ModuleType:
 
     # Files next to it become importable, too.
     sys.path.insert(0, str(file.parent))
-    _IMPORTED_FILES[file] = file.stat().st_mtime_ns, file.stat().st_size
     return import_module(name)
-
-
-def _reloaded(module: ModuleType, file: Path) -> ModuleType:
-    """Reload the module if its file has changed.
-
-    In a notebook, users edit files between two runs.
-    """
-    now = file.stat().st_mtime_ns, file.stat().st_size
-    if _IMPORTED_FILES.setdefault(file, now) != now and module.__name__ != "__main__":
-        _IMPORTED_FILES[file] = now
-        return reload(module)
-    return module
 
 
 def _add_current_folder() -> None:

@@ -175,7 +175,7 @@ def _add_torch_schedule(section: Any, target: Any) -> None:
         required = argument.default is argument.empty
         if kind in (list[int], Iterable[int], Sequence[int]):
             kind = list[int | Duration]
-        elif kind is int or int in get_args(kind):
+        elif int in (kind, *get_args(kind)):
             kind = kind | Duration
         elif required and argument.annotation is argument.empty:
             kind = int | Duration

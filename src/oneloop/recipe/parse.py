@@ -21,6 +21,7 @@ from oneloop.recipe.key_rules import described, reject_out_of_range, shown, with
 from oneloop.recipe.read import find_recipe, flat, from_python, long
 from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import suggestion
+from oneloop.recipe.training_keys import ParametersConfig
 
 # keys of the packaged tasks, optimizers and schedules, which docs/reference/make_keys.py writes
 _PACKAGED_KEYS: dict[str, dict[str, list[str]]] = json.loads(
@@ -34,14 +35,12 @@ def read(argv: Sequence[str]) -> Recipe:
     Raise BadInput on errors, and SystemExit after ``--help`` and ``--print_config``.
     """
     source, typed, flags = _split(argv)
+    if "help" in flags and source is None:
+        typed.setdefault("task.name", GROUPS["task"].name)
+    name, written = find_recipe(source, typed)
     if "help" in flags:
-        written: dict[str, Any] = {}
-        if source is not None or "task.name" in typed:
-            _, written = find_recipe(source, typed)
         _parser_of(written, typed)[0].print_help()
         raise SystemExit(0)
-
-    name, written = find_recipe(source, typed)
     _check_without_imports(written, typed)
     recipe = _recipe_of(name, written, typed)
     if "print_config" in flags:
@@ -75,22 +74,22 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     """
     typed = from_python(groups)
 
-    # A recipe stands for its resolved keys, if they are still those of its fields.
-    if isinstance(source, Recipe):
-        written = flat(source.resolved)
-        if _recipe_of(source.name, written, {}) != source:
-            raise BadInput(
-                "this recipe was changed after it was read; use recipe(old, batch={…}) for a "
-                "changed copy"
-            )
-        return _recipe_of(source.name, written, typed)
-
     # Keys by group are the same as keywords, which go first.
     if isinstance(source, Mapping):
         typed = from_python(source) | typed
         source = None
-    name, written = find_recipe(source, typed)
-    return _recipe_of(name, written, typed)
+    if not isinstance(source, Recipe):
+        name, written = find_recipe(source, typed)
+        return _recipe_of(name, written, typed)
+
+    # A recipe stands for its resolved keys, if they are still those of its fields.
+    written = flat(source.resolved)
+    if _recipe_of(source.name, written, {}) != source:
+        raise BadInput(
+            "this recipe was changed after it was read; use recipe(old, batch={…}) for a changed "
+            "copy"
+        )
+    return _recipe_of(source.name, written, typed)
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
@@ -149,8 +148,8 @@ def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 def _check_without_imports(written: dict[str, Any], typed: Mapping[str, Any]) -> None:
     chosen, written = _choose(written, typed)
     given = written | dict(typed)
-    common = common_parser()
-    known = set(types_of(common))
+    common = types_of(common_parser())
+    known = set(common)
 
     # An own class has to be imported to know its keys, and what other names may mean there.
     imported = set()
@@ -166,8 +165,8 @@ def _check_without_imports(written: dict[str, Any], typed: Mapping[str, Any]) ->
             _reject_unknown([key], known)
 
     # Check the values of the keys that belong to oneloop.
-    early = {key: value for key, value in given.items() if key in types_of(common)}
-    _parsed(common, early, defaults=False)
+    early = {key: value for key, value in given.items() if key in common}
+    _parsed(common_parser(), early, defaults=False)
 
 
 def _parser_of(
@@ -256,10 +255,7 @@ def _reworded(error: Exception, given: Mapping[str, Any], kinds: Mapping[str, An
 
     # Keep other messages, in plainer words.
     text = re.sub(r'Parser key "([^"]+)":', r"\1:", one_line(error))
-    text = re.sub("<class '(.+?)'>", r"\1", text)
-    return re.sub(
-        "the following arguments are required: (.*)", r"\1 has no default; give a value", text
-    )
+    return re.sub("<class '(.+?)'>", r"\1", text)
 
 
 def _groups(values: Namespace) -> dict[str, Any]:
@@ -269,6 +265,9 @@ def _groups(values: Namespace) -> dict[str, Any]:
         of_group = values[group].as_dict()
         if group == "init":
             of_group["source"] = of_group.pop("from")  # which Python reserves
+        if group == "optimizer":
+            rules = of_group["groups"]
+            of_group["groups"] = {name: ParametersConfig(**rules[name]) for name in rules}
 
         # Keys that are not fields of the class are options of the chosen object.
         common = {field.name for field in fields(kind)}

@@ -100,13 +100,6 @@ class OptimizerConfig:
     decay)"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        built = {
-            k: ParametersConfig(**v) if isinstance(v, Mapping) else v
-            for k, v in self.groups.items()
-        }
-        object.__setattr__(self, "groups", built)  # the parser passes plain dicts
-
 
 @dataclass(frozen=True)
 class ScheduleConfig:
