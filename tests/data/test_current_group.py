@@ -15,7 +15,7 @@ from oneloop import Loader
 from oneloop.data.order import Order
 from worlds import run
 
-pytestmark = pytest.mark.covers("oneloop.data.loader", "oneloop.data.loader_arguments")
+pytestmark = pytest.mark.covers("oneloop.data.loader")
 
 DATA = torch.randn(90, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 ONE = 12  # batch sizes of two Loaders

@@ -5,8 +5,6 @@ from torch import Tensor
 
 NO_FLOAT64 = {"mps"}
 """types of devices without float64"""
-DOUBLE = (torch.float64, torch.complex128)
-"""dtypes that they lack"""
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -7,16 +7,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from multiprocessing.queues import Queue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from oneloop.basics.exit_codes import ERROR, BadInput
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
-from oneloop.basics.system.start_methods import spawns
+from oneloop.basics.system.start_methods import spawns, start_context
 
 Loaded = TypeVar("Loaded")
 
@@ -38,6 +40,31 @@ def workers_here(requested: int | str, *, device: torch.device, cores: int) -> i
     if device.type in ("cpu", "mps"):
         return 0
     return max(1, min(8, cores - 1))
+
+
+def load_by_workers(dataset: Dataset[Loaded], workers: int, **options: Any) -> DataLoader[Loaded]:
+    """Return what a data set loads, as it is; draw nothing from the global generator.
+
+    Args:
+        dataset: returns batches.
+        workers: worker processes; 0: load in this process.
+        options: other arguments of DataLoader.
+    """
+    return DataLoader(
+        dataset,
+        batch_size=None,
+        collate_fn=_identity,
+        num_workers=workers,
+        multiprocessing_context=start_context() if workers else None,
+        worker_init_fn=partial(begin_worker, os.getpid()),
+        generator=torch.Generator(),
+        **options,
+    )
+
+
+def _identity(batch: Any) -> Any:
+    """Return what a data set has collated already."""
+    return batch
 
 
 def end_workers(error: BaseException | None) -> None:

@@ -8,22 +8,18 @@ run with data workers therefore reads no sample in the training process.
 ...     sample = read(7)
 """
 
-import os
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from oneloop.basics.system.start_methods import start_context
-from oneloop.data.data_workers import begin_worker, from_workers
-from oneloop.data.step_batches import identity
+from oneloop.data.data_workers import from_workers, load_by_workers
 
 Reader = Callable[..., Any]
 """a function that reads samples"""
@@ -50,16 +46,7 @@ def sample_reader(function: Reader, *, workers: int) -> Iterator[Reader]:
         yield function
         return
     requests = start_context().SimpleQueue()
-    loading: DataLoader[bytes] = DataLoader(
-        _Answers(function, requests),
-        batch_size=None,
-        collate_fn=identity,
-        num_workers=1,
-        multiprocessing_context=start_context(),
-        worker_init_fn=partial(begin_worker, os.getpid()),
-        generator=torch.Generator(),
-    )
-    answers = from_workers(loading)
+    answers = from_workers(load_by_workers(_Answers(function, requests), 1))
 
     def read(*arguments: Any) -> Any:
         requests.put(arguments)

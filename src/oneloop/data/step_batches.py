@@ -1,7 +1,6 @@
 """The micro-batches of a step: loaded by worker processes and copied to the device in advance."""
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,12 +13,12 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.start_methods import start_context
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.data_workers import begin_worker, from_workers
+from oneloop.data.data_workers import from_workers, load_by_workers
 from oneloop.data.order import Ordered
 from oneloop.data.seeded_samples import (
     SKIPPED,
@@ -172,8 +171,11 @@ def loader(
     device: torch.device,
     ahead: int = 2,
     pinned: bool = True,
-) -> Iterable[tuple[Batch, float]]:
-    """Return batches and their weights; draw nothing from the global generator.
+) -> Iterator[tuple[Batch, float]]:
+    """Yield batches and their weights; draw nothing from the global generator.
+
+    While a batch is awaited, the supervisor knows which sample is being read. Samples that were
+    left out are listed.
 
     Args:
         samples: the data set.
@@ -185,37 +187,26 @@ def loader(
         pinned: load into pinned memory if the device is CUDA.
     """
     dataset = Batches(samples, collate)
-    # Use no DataLoader here: it would only add a profiler record (8 us) per batch.
-    if not workers and device.type != "cuda":
-        return _watched(map(dataset.__getitem__, batches), samples)
+    loading: Iterator[tuple[Batch, float]]
     if workers:
         samples.reading = start_context().RawArray("q", [STARTS] * workers)
-    loading = DataLoader(
-        dataset,
-        batch_size=None,
-        sampler=batches,
-        collate_fn=identity,
-        num_workers=workers,
-        multiprocessing_context=start_context() if workers else None,
-        prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
-        persistent_workers=False,
-        worker_init_fn=partial(begin_worker, os.getpid()),
-        pin_memory=pinned and device.type == "cuda",
-        generator=torch.Generator(),
-    )
-    return _watched(from_workers(loading) if workers else iter(loading), samples)
+    if workers or device.type == "cuda":
+        loading = from_workers(
+            load_by_workers(
+                dataset,
+                workers,
+                sampler=batches,
+                prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
+                pin_memory=pinned and device.type == "cuda",
+            )
+        )
+    else:
+        # A DataLoader would only add a profiler record (8 us) per batch.
+        loading = map(dataset.__getitem__, batches)
 
-
-def _watched(
-    loading: Iterator[tuple[Batch, float]], samples: SeededSamples
-) -> Iterator[tuple[Batch, float]]:
-    """Yield batches; while one is awaited, let the supervisor know which sample is being read.
-
-    List the samples that were left out.
-    """
-    workers = len(samples.reading)
     for number in count():
-        BEATS.reads = partial(samples.now, number % workers)  # they take turns
+        # The workers take turns.
+        BEATS.reads = partial(samples.now, number % len(samples.reading))
         try:
             batch = next(loading)
         except StopIteration:
@@ -225,11 +216,6 @@ def _watched(
         if samples.skips:
             SKIPPED_ROWS.add(samples.name, batch[0].pop(SKIPPED, ()))
         yield batch
-
-
-def identity(batch: Any) -> Any:
-    """Return what a data set has collated already."""
-    return batch
 
 
 def groups(
@@ -340,15 +326,10 @@ def transferred(
         stream = torch.cuda.current_stream(device)
         stream.wait_stream(copies)
         # keeps their memory from being reused too early
-        recursively_apply(partial(_in_use, stream), upcoming)
+        recursively_apply(methodcaller("record_stream", stream), upcoming)
         current = upcoming, weight
     if current is not None:
         yield current
-
-
-def _in_use(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
-    tensor.record_stream(stream)
-    return tensor
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

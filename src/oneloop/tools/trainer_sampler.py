@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from oneloop.data.loader_arguments import check_dataset
+from oneloop.data.loader import check_dataset
 from oneloop.data.order import checked_order
 
 _AT_ONCE = 4096  # samples
