@@ -47,6 +47,8 @@ def average_(averages: list[Tensor], weights: list[Tensor], keep: float) -> None
 class EMASettings:
     """How an EMA averages. Give exactly one of half_life, decay and power.
 
+    A warm-up needs a decay and ``every`` 1. With ``device``, buffers cannot be averaged.
+
     The warm-ups of other libraries, which use a decay:
 
     - timm's ModelEmaV3 and ema-pytorch (denoising-diffusion): ``start`` is their
@@ -92,19 +94,10 @@ class EMASettings:
             raise ValueError(
                 f"an EMA needs one of half_life, decay and power; {len(rates)} are given"
             )
-        if self.half_life is not None and not self.half_life > 0:
-            raise ValueError(f"ema.half_life must be > 0; got {self.half_life}")
         if self.decay is not None and not 0 <= self.decay < 1:
             raise ValueError(f"ema.decay {self.decay} must be at least 0 and below 1")
         if self.power is not None:
             gamma(self.power)
-        warms_up = self.start is not None or self.warmup_power
-        if warms_up and (self.decay is None or self.every != 1):
-            raise ValueError(
-                f"an EMA warms up with a decay and every = 1 only, got {self.decay}, {self.every}"
-            )
-        if self.buffers and self.device is not None:
-            raise ValueError(f"an EMA on device {self.device} cannot average buffers")
 
     def kept(self, *, amount: float, seen: float, calls: int) -> float:
         """Return the share of the average that a computation keeps.

@@ -92,7 +92,7 @@ def test_the_guard_knows_parameters_of_every_dtype(dtype):
 
 def test_fp16_loss_scaling_needs_float32_parameters():
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    with pytest.raises(BadInput, match=r"but 1\.weight is bfloat16"):
+    with pytest.raises(BadInput, match=r"but 1\.weight is torch.bfloat16"):
         reject_half_parameters(net)
     net[1].requires_grad_(False)
     reject_half_parameters(net)

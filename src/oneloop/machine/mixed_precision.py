@@ -202,8 +202,7 @@ def reject_half_parameters(model: nn.Module) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            kind = str(parameter.dtype).removeprefix("torch.")
             raise BadInput(
-                f"mixed_precision fp16 requires float32 parameters, but {name} is {kind}; return "
-                "a float32 model from model(), or use mixed_precision no"
+                f"mixed_precision fp16 requires float32 parameters, but {name} is "
+                f"{parameter.dtype}; return a float32 model from model(), or use mixed_precision no"
             )

@@ -82,7 +82,7 @@ class Muon(AdamWStep):
         weight_decay: factor of ``lr``.
 
     Raises:
-        ValueError: a value is out of range, or a matrix is sharded, but not by rows.
+        ValueError: a matrix is sharded, but not by rows.
     """
 
     def __init__(
@@ -99,12 +99,6 @@ class Muon(AdamWStep):
         adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
         weight_decay: float = 0.0,
     ) -> None:
-        in_range = all(0 <= value < 1 for value in (momentum, *betas))
-        if not in_range or not eps >= 0:
-            raise ValueError(
-                "muon needs momentum and betas in [0, 1) and eps >= 0; got "
-                f"momentum {momentum}, betas {betas}, eps {eps}"
-            )
         self.precision = precision
         self._replicas: dist.ProcessGroup | None = None
         if isinstance(model, DistributedDataParallel):
@@ -155,10 +149,10 @@ class Muon(AdamWStep):
             alike.setdefault((matrix.dtype, mesh, placements), []).append(matrix)
 
         # In each round, every rank works on at most one whole matrix. Those of a round have similar
-        # costs, because each round lasts as long as its most expensive matrix.
+        # sizes, because each round lasts as long as its largest matrix.
         for several in alike.values():
             holders = Holders(several[0], self._replicas)
-            several.sort(key=_cost, reverse=True)
+            several.sort(key=Tensor.numel, reverse=True)
             for start in range(0, len(several), holders.ranks):
                 self._update(holders, several[start : start + holders.ranks], matrices)
 
@@ -206,11 +200,3 @@ class Muon(AdamWStep):
         if self.found_inf is None:
             return 1.0
         return (1.0 - self.found_inf).to(weights.dtype)
-
-
-def _cost(matrix: Tensor) -> int:
-    """Return the number of multiplications of a Newton-Schulz iteration."""
-    rows = matrix.shape[0]
-    columns = matrix.numel() // rows
-    least = min(rows, columns)
-    return least * least * (2 * max(rows, columns) + least)

@@ -193,8 +193,8 @@ def learning_rate(
         total: steps of the run, with the warm-up.
 
     Raises:
-        ValueError: the warm-up, or a duration of the schedule, is longer than the schedule; a value
-            is out of range; or the schedule returns no factor.
+        ValueError: the warm-up is longer than the schedule, a value is out of range, or the
+            schedule returns no factor.
     """
     # The warm-up must fit into the schedule.
     end = total if length is None else length.steps(scale, total=total, key="schedule.length")
@@ -220,7 +220,6 @@ def learning_rate(
     for name, parameter in parameters.items():
         if parameter.default is not parameter.empty and name != "reductions":
             arguments.setdefault(name, parameter.default)
-    durations = {name: value for name, value in arguments.items() if isinstance(value, Duration)}
     for name, value in arguments.items():
         arguments[name] = _in_steps(f"schedule.{name}", value, scale, total)
     after_warmup = max(1, end - steps)
@@ -235,13 +234,6 @@ def learning_rate(
                 f"{first:g} and has a warm-up of its own; remove schedule.warmup"
             )
         return LearningRate(peak, steps, after_warmup, scheduler, {}, warmup_start, warmup_offset)
-
-    for name, duration in durations.items():
-        if arguments[name] > end - steps:
-            raise ValueError(
-                f"schedule.{name} {duration} is {arguments[name]} steps, and {whole} has "
-                f"{end - steps} after a warm-up of {steps}; shorten one of them"
-            )
 
     # Try it at both ends: a function may be anybody's.
     rate = LearningRate(peak, steps, after_warmup, factor, arguments, warmup_start, warmup_offset)
