@@ -142,7 +142,7 @@ BAD = {
     ),
     "offload on a CPU": (
         ["gpt", "--task.data", TEXT, "--machine.recompute", "full", "--machine.offload"],
-        ["machine.offload", "on cpu"],
+        ["machine.offload", "on cpu, activations are in host memory"],
     ),
     "channels last without a convolution": (
         ["gpt", "--task.data", TEXT, "--machine.channels_last", "true"],
