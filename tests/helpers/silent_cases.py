@@ -337,7 +337,7 @@ START = {
         words=("--schedule.name", "wsd", "--schedule.decay", "200%"),
     ),
     "a learning rate of infinity": Case(
-        ("optimizer.lr", "finite"), words=("--optimizer.lr", ".inf")
+        ("optimizer.lr", "got inf"), words=("--optimizer.lr", ".inf")
     ),
     "a name too long": Case(("run.dir", "too long"), words=("--run.dir", "x" * 300)),
     "a checkpoint that is not there": Case(
@@ -379,7 +379,7 @@ CODE = {
         ("is a class that lacks",), recipe=("digits", "--task", "torch.nn.Linear")
     ),
     "a class that is no optimizer": Case(
-        ("optimizer.name 'torch.nn.Linear'", "not a torch.optim.Optimizer"),
+        ("optimizer.name 'torch.nn.Linear'", "not a torch.optim.optimizer.Optimizer"),
         words=("--optimizer.name", "torch.nn.Linear"),
     ),
     "two optimizers": Case(
@@ -396,7 +396,7 @@ CODE = {
         ("with the arguments ()",), words=("--optimizer.name", "os.system")
     ),
     "a schedule of one argument": Case(
-        ("schedule.name 'torch.nn.functional.relu6'", "two arguments"),
+        ("schedule.name 'torch.nn.functional.relu6'", "a function (step, total) -> factor"),
         words=("--schedule.name", "torch.nn.functional.relu6"),
     ),
 }

@@ -128,8 +128,8 @@ def reject_others(
     if own != values["optimizers"]:
         raise ValueError(
             f"{folder} has the state of {', '.join(values['optimizers'])}, but {', '.join(own)} is "
-            "given (the class of each optimizer, or of each parameter group and a hash of the "
-            "names of its parameters); create the optimizer that was saved"
+            "given (classes of optimizers, or of parameter groups with a hash of their names); "
+            "create the optimizer that was saved"
         )
 
 

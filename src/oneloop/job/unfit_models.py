@@ -48,7 +48,10 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
                 "use ddp.yaml"
             )
         if fault:
-            raise ValueError(f"{named(task, 'model')}: the parameter {name} {fault}")
+            raise ValueError(
+                f"{named(task, 'model')}: the parameter {name} cannot be trained as it is: it "
+                f"{fault}"
+            )
 
     # Can it be saved?
     wrong = unsavable(model)

@@ -86,8 +86,8 @@ def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) ->
     if plugin.activation_checkpointing or plugin.ignored_modules:
         raise BadInput(
             "fsdp_activation_checkpointing true and fsdp_ignored_modules are not supported: the "
-            "first computes wrong gradients with dropout, and the second leaves parameters that no "
-            "process reduces; set them to false and null, and use machine.recompute full"
+            "first computes wrong gradients with dropout, and no process sums the gradients of the "
+            "second; set them to false and null, and use machine.recompute full"
         )
     if accelerator.torch_device_mesh is None:
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))

@@ -91,7 +91,7 @@ class AdamWStep(ElementwiseStep):
 
 
 class AdamW(AdamWStep, torch.optim.AdamW):
-    """torch's AdamW (Loshchilov & Hutter 2019), with the same bits and state.
+    """torch's AdamW (Loshchilov & Hutter 2019), bit-identical, and with its state.
 
     Args:
         params: parameters, or parameter groups.

@@ -139,8 +139,9 @@ class LearningRate:
         since = self._since(step)
         if isinstance(self.factor, Scheduler):
             return float(self.factor.at(since)["lr"])
-        counted = {"reductions": reductions} if self.factor is plateau else {}
-        return self.peak * self.factor(since, self.length, **self.options, **counted)
+        if self.factor is plateau:
+            return self.peak * plateau(since, self.length, **self.options, reductions=reductions)
+        return self.peak * self.factor(since, self.length, **self.options)
 
     def _since(self, step: int) -> int:
         """Return the step of the schedule, which starts after the warm-up and may end early."""
@@ -224,14 +225,14 @@ def learning_rate(
         arguments[name] = _in_steps(f"schedule.{name}", value, scale, total)
     after_warmup = max(1, end - steps)
 
-    # A scheduler takes an optimizer. It begins at the peak, or has a warm-up of its own.
+    # A scheduler takes an optimizer. It begins at the peak, or warms up by itself.
     if "optimizer" in parameters:
         scheduler = _scheduler(factor, arguments, peak, after_warmup)
         first = scheduler.at(0)["lr"]
         if steps and first != peak:
             raise ValueError(
                 f"schedule.warmup {warmup} has no effect with {factor.__name__}, which begins at "
-                f"{first:g} and has a warm-up of its own; remove schedule.warmup"
+                f"{first:g} and warms up by itself; remove schedule.warmup"
             )
         return LearningRate(peak, steps, after_warmup, scheduler, {}, warmup_start, warmup_offset)
 

@@ -12,7 +12,7 @@ from oneloop.optim.elementwise import ElementwiseStep, put, real_shard
 
 
 class SGD(ElementwiseStep, torch.optim.SGD):
-    """torch's SGD, with the same bits; the momentum is zero before the first step.
+    """torch's SGD, bit-identical; the momentum is zero before the first step.
 
     Args:
         params: parameters, or parameter groups.

@@ -137,7 +137,10 @@ def _reject_misfit(group: str, name: str, chosen: Any) -> None:
     elif not fits:
         wrong = f"is a {type(chosen).__name__} with the arguments ({', '.join(arguments)})"
     if wrong:
-        raise BadInput(f"{group}.name {name!r} {wrong}; expected {EXPECTED[group]}")
+        raise BadInput(
+            f"{group}.name {name!r} cannot be used as the {group} of a run: it {wrong}; expected "
+            f"{EXPECTED[group]}"
+        )
 
 
 def reject_while_importing() -> None:

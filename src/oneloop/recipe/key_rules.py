@@ -103,6 +103,10 @@ def described(kind: Any) -> str:
         return ""
 
 
+def _limits(key: str, least: float) -> str:
+    return f"from {least} to {MOST[key]}" if key in MOST else f"at least {least}"
+
+
 def reject_out_of_range(values: Mapping[str, Any]) -> None:
     """Raise BadInput for a number that a key cannot have.
 
@@ -114,8 +118,7 @@ def reject_out_of_range(values: Mapping[str, Any]) -> None:
             value = values[key]
             most = MOST.get(key, sys.float_info.max)
             if isinstance(value, int | float) and not least <= value <= most:
-                limits = f"from {least} to {most}" if key in MOST else f"at least {least}"
-                raise BadInput(f"{key} must be {limits}, got {value}")
+                raise BadInput(f"{key} must be {_limits(key, least)}, got {value}")
 
     # The micro-batches of batch.grain are a power of two.
     size = values["batch.size"]

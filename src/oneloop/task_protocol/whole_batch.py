@@ -46,7 +46,7 @@ def check_alike(tensors: Parts, before: Described, *, samples: int) -> None:
     lines = differences(before, described(tensors))
     if lines:
         raise Inexact(
-            "embed or collate returned other tensors in one micro-batch than in another "
+            "the results of embed or collate differ between two micro-batches "
             f"({listed(lines)}); return the same names, dtypes and shapes of rows each time: pad "
             "all rows to one length"
         )

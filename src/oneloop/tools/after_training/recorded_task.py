@@ -72,7 +72,7 @@ def _trusted(name: object, run: Path) -> str:
         where = "which is in the run folder"
     trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
     raise BadInput(
-        f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, "
+        f"{run}: the task {name} would be imported from the file {place}, {where}; to trust it, "
         f"set {trust}"
     )
 
