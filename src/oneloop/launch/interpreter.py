@@ -66,7 +66,7 @@ def borrowed(caller: str = "oneloop", mixed_precision: str | None = None) -> Ite
             patch.dict(GradientState._shared_state, clear=True),
             patch.dict(os.environ, ACCELERATE_MIXED_PRECISION=mixed_precision or "no"),
             float32_restored(),
-            restored_generators(torch.device("cpu")),
+            restored_generators(),
             torch.random.fork_rng(gpus, device_type="cuda"),
             torch.random.fork_rng(range(torch.mps.device_count()), device_type="mps"),
         ):
