@@ -131,8 +131,8 @@ def evaluate(
                 continue  # a repeated micro-batch, which does not count
             if not whole:
                 losses.append((source, loss.detach().clone(), weight))
-            if metrics is not None and not whole:
-                metrics.update(batch, outputs)
+                if metrics is not None:
+                    metrics.update(batch, outputs)
             if examples is not None:
                 examples.take(batch, outputs)
 

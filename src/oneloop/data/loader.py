@@ -135,7 +135,7 @@ class Loader:
         # all of them together know.
         world = dist.get_world_size() if dist.is_initialized() else 1
         group = host_group() if world == ranks > 1 else None
-        varies = weight is not None or bool(getattr(dataset, "skips", False))
+        varies = weight is not None or getattr(dataset, "skips", False)
         if varies and ranks > 1 and group is None:
             raise ValueError(
                 f"the weights of {ranks} processes are summed over all processes of "
@@ -197,12 +197,11 @@ class Loader:
 
     @position.setter
     def position(self, position: int) -> None:
+        check_position(position)
         self._go_to(position, f"position {position}")
 
     def _go_to(self, position: int, event: str) -> None:
         self._reject_inside(event)
-        if type(position) is not int or position < 0:
-            raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
         self._finished = position
         self._taken = 0
         self._loop = None
@@ -364,6 +363,7 @@ class Loader:
         """
         self._reject_inside("a loaded state")
         with damaged("the state of a Loader"):
+            check_position(state["position"])
             lines = differences(state["identity"], self._identity(state["position"]))
         if lines:
             raise ValueError(
@@ -597,3 +597,9 @@ def accumulate_group(accelerator: Accelerator, number: int) -> None:
     settings["sync_with_dataloader"] = False
     settings["num_steps"] = number
     accelerator.step = 0
+
+
+def check_position(position: Any) -> None:
+    """Raise ValueError unless this is a number of groups."""
+    if type(position) is not int or position < 0:
+        raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
