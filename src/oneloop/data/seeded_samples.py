@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.loaded_step import LOADED_FOR
-from oneloop.basics.seeds import key, seed_others
+from oneloop.basics.seeds import GOLDEN, mixed, seed_others
 from oneloop.data.skipped_rows import SkipSample
 
 Place = tuple[int, int]  # (epoch, index) of one sample
@@ -66,6 +66,11 @@ class SeededSamples(Dataset[Any]):
         self.skips = bool(getattr(dataset, "skips", False))
         self.skipped: list[tuple[int, str]] = []
         self._together = hasattr(dataset, "__getitems__") and not self.skips
+
+        # The epoch of the last sample, and the part of its key that depends on the epoch only:
+        # computing it for each sample would cost 1 us.
+        self._epoch = -1
+        self._prefix = 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -188,7 +193,11 @@ class SeededSamples(Dataset[Any]):
 
     def _seed_torch(self, place: Place) -> int:
         """Seed torch with the key of (seed, epoch, index) and return the key."""
-        number = key(self.seed, *place)
+        epoch, index = place
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._prefix = mixed(mixed(GOLDEN, self.seed), epoch)
+        number = mixed(self._prefix, index) >> 1  # key(seed, epoch, index)
         torch.default_generator.manual_seed(number)
         return number
 
