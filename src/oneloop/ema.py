@@ -162,11 +162,6 @@ class EMA:
             if is_number and buffer.numel() and key not in owner._non_persistent_buffers_set:
                 averaged[bare_name(full_name)] = buffer
                 self._owners.append((owner, key))
-        if settings.buffers and not self._owners:
-            raise ValueError(
-                "the model has no persistent floating-point buffers, so ema.buffers true has no "
-                "effect; remove it"
-            )
 
         # All averages, sharded as the parameters; and this rank's shards, which may be empty, in a
         # list for fused operations.

@@ -192,7 +192,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         #
         # A group: this rank's micro-batches of a step, whose total weight all ranks agreed on.
         for group in clock.over("data", () if stopped or upkeep.over() else step_batches):
-            expected = count.step + guard.pending + 1  # its number, if the pending step is accepted
+            # its number, if the pending step is accepted
+            expected = count.step + (guard.pending is not None) + 1
             profiler.advance(expected)
             if group.total == 0:
                 resolve()  # it may raise its own error

@@ -683,7 +683,6 @@ def test_a_width_that_is_mixed_later_has_its_own_buffers(tmp_path, monkeypatch):
     ("words", "message"),
     [
         (["--ema.decay", "0.9", "--ema.start", "23"], "ema.start 23 is 23 steps of 24"),
-        (["--ema.decay", "0.9", "--ema.buffers", "true"], "has no persistent floating-point"),
     ],
 )
 def test_an_ema_that_would_be_a_copy_is_rejected(tmp_path, words, message):

@@ -79,7 +79,7 @@ def compile_(
     for module in compiled:
         module.forward = torch.compile(
             module.forward,
-            mode=mode if backend == "inductor" else None,
+            mode=mode,
             backend=backend,
             fullgraph=True,
         )  # type: ignore[method-assign]

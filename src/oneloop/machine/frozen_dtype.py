@@ -36,13 +36,12 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool) -> None:
         )
 
     # Narrow float32 matrices that are not in 4 bits; for float32, widen all.
-    for parameter in frozen:
-        if dtype is not None and parameter.is_floating_point() and not in_four_bits(parameter):
-            wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
-            if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
-                parameter.data = parameter.data.to(getattr(torch, dtype))
-    kinds = {p.dtype for p in frozen if p.is_floating_point() and not in_four_bits(p)}
-    if precision == "no" and torch.float16 in kinds:
+    numbers = [one for one in frozen if one.is_floating_point() and not in_four_bits(one)]
+    for parameter in numbers if dtype is not None else ():
+        wide = dtype == "float32" and parameter.dtype in (torch.bfloat16, torch.float16)
+        if wide or (parameter.dtype is torch.float32 and parameter.ndim >= 2):
+            parameter.data = parameter.data.to(getattr(torch, str(dtype)))
+    if precision == "no" and any(parameter.dtype is torch.float16 for parameter in numbers):
         raise ValueError(
             "a frozen model in float16 without mixed precision: small gradients would underflow; "
             "set --mixed_precision fp16 or bf16, or --machine.base_dtype float32"

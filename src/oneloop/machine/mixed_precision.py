@@ -201,7 +201,7 @@ def reject_half_parameters(model: nn.Module) -> None:
     fp16 loss scaling needs float32 gradients.
     """
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+        if parameter.requires_grad and parameter.element_size() < 4:
             raise BadInput(
                 f"mixed_precision fp16 requires float32 parameters, but {name} is "
                 f"{parameter.dtype}; return a float32 model from model(), or use mixed_precision no"

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.exit_codes import Inexact
-from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import dense, local, sharded_units
 from oneloop.machine.fsdp2_units import SEARCH, Units
 
@@ -47,11 +46,6 @@ class Reduction:
         self._accumulate = accumulate
         self._leaves = 0  # of this step, so far
         self._used = units
-        self._names = [
-            bare_name(name)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
 
         # Let DDP and FSDP2 sum, and not average.
         self._replicated = isinstance(model, DistributedDataParallel)
@@ -68,7 +62,11 @@ class Reduction:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError) and "finished reduction" in str(error):
-            raise _name_unreduced(str(error), self._names) from None
+            # DDP's own error lists the parameters by number.
+            raise Inexact(
+                "a parameter took no part in the loss of a step, and DDP waits for its gradient; "
+                f"set {SEARCH}, or freeze it (requires_grad_(False) in model())"
+            ) from error
         if error is not None:
             return
 
@@ -129,7 +127,6 @@ class Tree(Reduction):
             unit.set_custom_reduce_scatter(_Scatter(see))
 
     def __enter__(self) -> None:
-        super().__enter__()
         # FSDP2 must reduce each leaf. On one process, accelerate would let it keep their sum.
         for unit in self._units:
             unit.set_requires_gradient_sync(True, recurse=False)
@@ -214,18 +211,6 @@ def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> li
     if both:
         torch._foreach_add_([local(one) for one, _ in both], [local(other) for _, other in both])
     return [other if one is None else one for one, other in pairs]
-
-
-def _name_unreduced(text: str, names: Sequence[str]) -> Inexact:
-    """Return a clear error instead of DDP's about parameters without a gradient.
-
-    DDP lists them by number, among the ``names`` of the trained ones."""
-    listed = text.rpartition("did not receive grad for rank")[2].partition(":")[2].split()
-    missing = [names[int(word)] for word in listed if word.isdecimal()]
-    return Inexact(
-        f"{', '.join(missing[:3]) or 'a parameter'} took no part in the loss of a step, and DDP "
-        f"waits for its gradient; set {SEARCH}, or freeze it (requires_grad_(False) in model())"
-    )
 
 
 class _Scatter(DefaultReduceScatter):

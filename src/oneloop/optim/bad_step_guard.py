@@ -86,18 +86,13 @@ class Guard:
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._fault_copy = DeviceFlag(device)
-        self._pending: Step | None = None
+        self.pending: Step | None = None  # the step that is not yet resolved
 
         # The last norms and losses, on the device.
         self._sigma = sigma
         self._window = torch.zeros(2, WINDOW, dtype=wide_dtype(device), device=device)
         self._indices = torch.arange(WINDOW, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a step is not yet resolved."""
-        return self._pending is not None
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale: in each step, before the norm and clipping."""
@@ -118,7 +113,7 @@ class Guard:
         Raises:
             RuntimeError: the previous step is still pending.
         """
-        if self.pending:
+        if self.pending is not None:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         before_change()  # a save may still copy the weights
         if self.scaler is None:
@@ -148,7 +143,7 @@ class Guard:
                 self.optimizer.step()
         if loss is None:
             loss = torch.full_like(norm, torch.nan)
-        self._pending = Step(fault, norm, loss, weight, metrics)
+        self.pending = Step(fault, norm, loss, weight, metrics)
 
     def resolve(self) -> Step | None:
         """Return the pending step with its fault, or None if no step is pending.
@@ -156,8 +151,8 @@ class Guard:
         Wait for the device if the step was made just now. If another backward was queued since, the
         fault has arrived.
         """
-        step = self._pending
-        self._pending = None
+        step = self.pending
+        self.pending = None
         if step is not None and self._on_device:
             step.fault = Fault(self._fault_copy.read())
         return step
@@ -212,7 +207,7 @@ class Guard:
         return {"values": self._window.tolist(), "count": int(self._count.item())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._pending = None
+        self.pending = None
         if self._sigma and state:
             self._window.copy_(torch.tensor(state["values"], dtype=self._window.dtype))
             self._count.fill_(state["count"])

@@ -60,7 +60,8 @@ class ElementwiseStep(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group["fused"] = has_fused_kernels(group)
-        self.elementwise = self.elementwise or not group["fused"]
+        if not group["fused"]:
+            self.elementwise = True
         for parameter in group["params"]:
             self.state_of(parameter, group)
 

@@ -84,19 +84,19 @@ def freeze(model: nn.Module, names: Iterable[str]) -> list[str]:
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    trained = {module for module in model.modules() if module.training}
-    for module in model.modules():
-        own = list(module.parameters())
-        if own and not any(parameter.requires_grad for parameter in own):
-            module.eval()
-
-    # Report those that compute something else in eval mode.
     changed = []
-    for name, module in model.named_modules():
-        statistics = isinstance(module, _NormBase) and module.track_running_stats
-        dropout = isinstance(module, _DropoutNd) and module.p > 0
-        if module in trained and not module.training and (statistics or dropout):
-            changed.append(f"{name} ({type(module).__name__})")
+    for path, module in model.named_modules():
+        parameters = list(module.parameters())
+        if not parameters or any(parameter.requires_grad for parameter in parameters):
+            continue
+
+        # Report modules that compute something else in eval mode.
+        for name, inner in module.named_modules(prefix=path):
+            statistics = isinstance(inner, _NormBase) and inner.track_running_stats
+            dropout = isinstance(inner, _DropoutNd) and inner.p > 0
+            if inner.training and (statistics or dropout):
+                changed.append(f"{name} ({type(inner).__name__})")
+        module.eval()
     return changed
 
 
