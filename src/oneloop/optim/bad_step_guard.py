@@ -81,9 +81,8 @@ class Guard:
         optimizer = plain_optimizer(optimizer)
         self.optimizer = optimizer
         self.scaler = scaler
-        groups = optimizer.param_groups
-        fused = all(group.get("fused") and has_fused_kernels(group) for group in groups)
-        self._on_device = fused or hasattr(optimizer, "found_inf")
+        fused = [one.get("fused") and has_fused_kernels(one) for one in optimizer.param_groups]
+        self._on_device = all(fused) or hasattr(optimizer, "found_inf")
         self._total = total
         self._fault_copy = DeviceFlag(device)
         self.pending: Step | None = None  # the step that is not yet resolved
