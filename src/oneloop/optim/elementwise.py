@@ -72,8 +72,14 @@ class ElementwiseStep(Optimizer):
             state.update(self.initial_state(parameter, group))
         return state
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient once."""
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient once.
+
+        ``closure``: computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         hooks = (
             self._optimizer_step_pre_hooks,
             self._optimizer_step_post_hooks,
@@ -84,6 +90,7 @@ class ElementwiseStep(Optimizer):
             Optimizer.profile_hook_step(type(self).update)(self)
         else:
             self.update()
+        return loss
 
     step.hooked = True  # type: ignore[attr-defined]
     """torch does not wrap it: its profiler record and hooks take 15 us in every step"""
