@@ -18,7 +18,7 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import other_states, reseed
 from oneloop.machine import recompute as recomputation
 from oneloop.machine.blocks import blocks, class_names
-from oneloop.machine.recompute import parsed, recompute
+from oneloop.machine.recompute import recompute
 from small_models import fresh, gradients
 from worlds import run, train
 
@@ -128,7 +128,7 @@ def test_blocks_are_found_in_anyones_model():
 def test_what_cannot_be_recomputed_is_rejected():
     for bad in ("ful", "every", "every:0", "every:1.5", "budget:2", "full:3"):
         with pytest.raises(ValueError, match="recompute"):
-            parsed(bad)
+            recompute(nn.Linear(2, 2), bad)
     with pytest.raises(ValueError, match="only 12 blocks"):
         recompute(fresh(), "every:13")
     with pytest.raises(ValueError, match="no repeated blocks"):
