@@ -27,8 +27,8 @@ from oneloop.machine.mixed_precision import prepare, reject_half_parameters
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
+from oneloop.recipe.class_paths import packaged
 from oneloop.recipe.parse import read
-from oneloop.recipe.read import packaged
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal
 from oneloop.tools.plan.step_costs import StepCosts

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.optimizers",
     "oneloop.optim.parameter_groups",
-    "oneloop.recipe.training_keys",
+    "oneloop.recipe.schema",
 )
 
 
@@ -49,7 +49,7 @@ def test_set_lr_reaches_every_group():
 
 def test_the_learning_rate_follows_the_batch():
     from oneloop.job.learning_rate import peak
-    from oneloop.recipe.training_keys import OptimizerConfig
+    from oneloop.recipe.schema import OptimizerConfig
 
     def rate(name: str, at: int = 64) -> float:
         return peak(OptimizerConfig(name=name, lr=0.1, lr_at_batch=at), 256)

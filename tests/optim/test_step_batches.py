@@ -20,7 +20,7 @@ from worlds import run, train
 pytestmark = pytest.mark.covers(
     "oneloop.machine.blocks",
     "oneloop.optim.parameter_groups",
-    "oneloop.recipe.training_keys",
+    "oneloop.recipe.schema",
 )
 
 LAYOUTS = [("single", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
     "oneloop.launch.launched",
     "oneloop.recipe.parse",
-    "oneloop.recipe.training_keys",
+    "oneloop.recipe.schema",
     "oneloop.train",
 )
 

@@ -25,9 +25,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.class_paths",
     "oneloop.recipe.key_parser",
     "oneloop.recipe.key_rules",
-    "oneloop.recipe.run_keys",
     "oneloop.recipe.schema",
-    "oneloop.recipe.training_keys",
 )
 
 SHORT = [

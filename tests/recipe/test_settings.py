@@ -31,7 +31,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.basics.duration",
     "oneloop.launch.processes",
     "oneloop.recipe.parse",
-    "oneloop.recipe.training_keys",
+    "oneloop.recipe.schema",
     "oneloop.tasks.image_classification",
     "oneloop.tasks.language.chat",
     "oneloop.tasks.language.conversations",

@@ -11,8 +11,7 @@ import pytest
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import only_task
 from oneloop.recipe.key_parser import parser
-from oneloop.recipe.parse import check_keys, read, recipe
-from oneloop.recipe.read import find_recipe
+from oneloop.recipe.parse import check_keys, find_recipe, read, recipe
 from oneloop.recipe.synonyms import suggestion
 
 pytestmark = pytest.mark.covers(
@@ -20,9 +19,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.class_paths",
     "oneloop.recipe.key_parser",
     "oneloop.recipe.parse",
-    "oneloop.recipe.read",
     "oneloop.recipe.synonyms",
-    "oneloop.recipe.training_keys",
+    "oneloop.recipe.schema",
     "oneloop.tasks.sft",
 )
 

@@ -29,7 +29,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.launch.interpreter",
     "oneloop.recipe.class_paths",
     "oneloop.recipe.parse",
-    "oneloop.recipe.read",
 )
 
 QUIET = {"track": "none", "watch": {"output": "quiet"}}

@@ -9,14 +9,13 @@ import sys
 import pytest
 from safetensors.torch import load_file
 
+from oneloop.recipe.class_paths import packaged
 from oneloop.recipe.parse import read
-from oneloop.recipe.read import packaged
 from splits import distance, furthest
 from worlds import CONFIGS, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.recipe.parse",
-    "oneloop.recipe.read",
     "oneloop.run.environment",
     "oneloop.tasks.docstring_pairs",
     "oneloop.tasks.language.texts",

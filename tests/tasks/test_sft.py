@@ -16,7 +16,7 @@ from silent_cases import unfinished
 from worlds import apply, run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.recipe.read",
+    "oneloop.recipe.parse",
     "oneloop.tools.report.examples",
     "oneloop.tasks.language.chat",
     "oneloop.tasks.language.completions",

@@ -18,7 +18,7 @@ from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.config_files import config_files
 from oneloop.recipe.parse import read
-from oneloop.recipe.run_keys import MachineConfig
+from oneloop.recipe.schema import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.changes import grid
@@ -30,7 +30,7 @@ from worlds import HERE, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
-    "oneloop.recipe.run_keys",
+    "oneloop.recipe.schema",
     "oneloop.tasks.language.models",
     "oneloop.tools.plan.changes",
     "oneloop.tools.plan.asked",

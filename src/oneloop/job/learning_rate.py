@@ -4,8 +4,7 @@ from oneloop.basics.duration import Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.optim.schedule import MOMENTUM_KEYS, LearningRate, learning_rate
 from oneloop.recipe.class_paths import resolve
-from oneloop.recipe.schema import Recipe
-from oneloop.recipe.training_keys import OptimizerConfig
+from oneloop.recipe.schema import OptimizerConfig, Recipe
 
 
 def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:

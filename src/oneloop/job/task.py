@@ -10,8 +10,7 @@ from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.recipe.class_paths import resolve
-from oneloop.recipe.run_keys import EvalConfig
-from oneloop.recipe.schema import Recipe
+from oneloop.recipe.schema import EvalConfig, Recipe
 from oneloop.task_protocol.evaluation_metrics import directions, prefix
 from oneloop.task_protocol.generated import generating_weights
 from oneloop.task_protocol.protocol import Progress, Task, check

@@ -1,4 +1,4 @@
-"""Resolve short names and class paths to classes and functions."""
+"""Resolve short names and class paths to classes and functions; names of recipes."""
 
 import inspect
 import os
@@ -16,6 +16,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.recipe.synonyms import GONE, suggestion
 
+RECIPES = Path(__file__).parents[1] / "tasks" / "recipes"
 _OPTIMIZERS = ("adamw", "sgd", "muon")
 _SCHEDULES = ("constant", "linear", "cosine", "wsd", "plateau")
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
@@ -38,6 +39,11 @@ _MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # o
 
 _IMPORTING: list[str] = []  # modules and files that are being imported
 _CHANGED: dict[Path, int] = {}  # times of change of imported files
+
+
+def packaged() -> list[str]:
+    """Return the names of the packaged recipes; none if oneloop/tasks was deleted."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:

@@ -15,9 +15,8 @@ from jsonargparse.typing import register_type
 
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
-from oneloop.recipe.class_paths import CHOICES, resolve
+from oneloop.recipe.class_paths import CHOICES, packaged, resolve
 from oneloop.recipe.key_rules import shown
-from oneloop.recipe.read import packaged
 from oneloop.recipe.schema import GROUPS, Recipe
 
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)

@@ -10,8 +10,7 @@ from oneloop.basics.files import printable
 from oneloop.basics.untrusted import damaged, read_json
 from oneloop.launch.before_imports import is_main
 from oneloop.recipe.class_paths import CHOICES, source
-from oneloop.recipe.parse import recipe
-from oneloop.recipe.read import load
+from oneloop.recipe.parse import load, recipe
 from oneloop.recipe.schema import Recipe
 from oneloop.run.compatibility import data_inputs
 from oneloop.task_protocol.protocol import Task

@@ -15,8 +15,7 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.task import make_task
 from oneloop.recipe.class_paths import CHOICES
-from oneloop.recipe.schema import Recipe
-from oneloop.recipe.training_keys import InitConfig
+from oneloop.recipe.schema import InitConfig, Recipe
 from oneloop.run.final_weights import load_task_state
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
 from oneloop.tools.after_training.recorded_task import recorded_by, reject_changed_data

@@ -7,8 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.recipe.schema import Recipe
-from oneloop.recipe.training_keys import EmaConfig
+from oneloop.recipe.schema import EmaConfig, Recipe
 
 # a key of Accelerate, not of the recipe; set by an environment variable
 PRECISION = "mixed_precision"
