@@ -77,10 +77,9 @@ class Duration:
             )
 
         # Samples, in any unit, are divided by those of a step.
-        if self.unit == "samples":
-            return self.amount / scale.batch
-        if self.unit == "ep":
-            return self.amount * scale.epoch / scale.batch
+        if self.unit in ("samples", "ep"):
+            unit = scale.epoch if self.unit == "ep" else 1
+            return self.amount * unit / scale.batch
 
         # A share of the run.
         if self.unit == "%":
@@ -101,8 +100,6 @@ class Duration:
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
         """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
-        if self.unit == "samples":
-            return float(self.amount)
         return float(self.exact_steps(scale, total=total, key=key) * scale.batch)
 
     def __repr__(self) -> str:
