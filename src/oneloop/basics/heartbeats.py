@@ -38,8 +38,8 @@ class Beats:
         self.count = 0  # heartbeats so far
         self.unit = ""  # number and name of the FSDP2 unit that ran last in this step
         self.last = monotonic()
-        # describes what is being read, while the process waits for data
-        self.reads: Callable[[], str] | None = None
+        # describes what is being read, while the process waits for data; empty: it does not
+        self.reads: Callable[[], str] = str
         self.changed: Callable[[], None] = lambda: None  # called at the start of every phase
         # seconds between heartbeats, by phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))

@@ -212,7 +212,7 @@ def loader(
         except StopIteration:
             return
         finally:
-            BEATS.reads = None
+            BEATS.reads = str
         if samples.skips:
             SKIPPED_ROWS.add(samples.name, batch[0].pop(SKIPPED, ()))
         yield batch

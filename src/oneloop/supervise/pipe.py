@@ -207,7 +207,6 @@ class Channel:
 def _beat(patience: float) -> dict[str, Any]:
     """Return the fields of RankStatus that this process knows."""
     # Read everything about the phase before the stack, which takes a while.
-    reads = BEATS.reads
     usual = BEATS.usual()
     beat: dict[str, Any] = {
         "phase": BEATS.now_in,
@@ -218,7 +217,7 @@ def _beat(patience: float) -> dict[str, Any]:
         "median": usual[0] if usual else None,
         "held": patience <= 0,
         "unit": BEATS.unit,
-        "reads": "" if reads is None else reads(),
+        "reads": BEATS.reads(),
     }
     if beat["since"] > patience * _STACK_AFTER:
         beat |= _where(patience)
