@@ -141,7 +141,15 @@ class Watch:
 
         ``ask_for_stacks`` collects all stacks, with True also of stopped processes.
         """
-        known = self._known()
+        # Nothing is known until every running rank has reported.
+        now = time.monotonic()
+        known = []
+        for rank in set(range(self.ranks)) - self.ended:
+            if rank not in self._statuses:
+                return None
+            # Add the time since the report.
+            at, status = self._statuses[rank]
+            known.append(status.later(now - at))
         late = hung_ranks(known)
 
         # No rank hangs, or none any more.
@@ -174,15 +182,3 @@ class Watch:
         if all(status.waits_for_data for status in late):
             left = max(left, patience * _READING - max(status.since for status in late))
         return left
-
-    def _known(self) -> list[RankStatus]:
-        """Return the status of all running ranks; empty until every rank has reported."""
-        now = time.monotonic()
-        known = []
-        for rank in set(range(self.ranks)) - self.ended:
-            if rank not in self._statuses:
-                return []
-            # Add the time since the report.
-            at, status = self._statuses[rank]
-            known.append(status.later(now - at))
-        return known

@@ -157,7 +157,7 @@ class Supervisor:
                     self._finished_at = time.monotonic()
                 # If other ranks do not report the same soon, only that rank found it.
                 if code == BAD_INPUT:
-                    self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
+                    self._rejected = time.monotonic() + 3 * _OTHERS
             case {"cause": cause}:
                 self._add_cause(Cause(**cause))
             case {"dump": wake}:
@@ -166,7 +166,8 @@ class Supervisor:
                 self._last_check = time.monotonic()  # collecting the stacks took the time
                 self.peers.reset_timers()
             case {"stacks": text}:
-                self._stacks[rank] = text or self._stacks.get(rank, "")
+                if text:
+                    self._stacks[rank] = text
                 self._missing_stacks.discard(rank)
             case {"end": code}:
                 self._leave(code)
@@ -201,7 +202,17 @@ class Supervisor:
         if not self.child.alive():
             self._read_child()
             self._child_ended()
-        self._check_stop(now - self._stopped_at)
+
+        # A run that does not stop after a request.
+        since = now - self._stopped_at
+        if self._folder is None and since > _EARLY and self._reported_code is None:
+            self._stop_early()
+        if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
+            words = (
+                f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
+                "enough to save"
+            )
+            self._add_cause(Cause(self.rank, words))
 
         # It, or rank 0, has finished, and this rank does not exit.
         if now - self._finished_at > self.child.patience * _OVER:
@@ -228,11 +239,11 @@ class Supervisor:
 
         # Find hangs, and lost ranks.
         lost = self.peers.lost(self.child.patience)
-        if lost is not None and not self._causes and not self.watch.named:
+        if lost and not self._causes and not self.watch.named:
             self._add_cause(lost)
         if self.rank == 0 and not self._causes:
             cause = self.watch.look(self._ask_for_stacks)
-            if cause is not None:
+            if cause:
                 self._end_with_error(cause)
 
         # End the run. The first cause counts that is not a mere consequence.
@@ -264,17 +275,6 @@ class Supervisor:
         if not self._stopped_by:
             self._stopped_by = by
             self._stopped_at = time.monotonic()
-
-    def _check_stop(self, since: float) -> None:
-        """End a run that does not stop; ``since``: seconds since the request."""
-        if self._folder is None and since > _EARLY and self._reported_code is None:
-            self._stop_early()
-        if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
-            words = (
-                f"rank {self.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
-                "enough to save"
-            )
-            self._add_cause(Cause(self.rank, words))
 
     def _stop_early(self) -> NoReturn:
         """End a run that was stopped before it began."""
