@@ -22,7 +22,7 @@ from gpu_turns import BY_HAND, OURS, WARMED, Arm, contender, slug
 from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
-from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.store import Keep
 from oneloop.ema import EMA, EMASettings
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.clip import clip_, global_norm

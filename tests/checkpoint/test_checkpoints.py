@@ -26,8 +26,7 @@ from oneloop.checkpoint import pieces
 from oneloop.checkpoint.background_save import BackgroundSaves, SaveError
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import manifest_of
-from oneloop.checkpoint.retention import Keep
-from oneloop.checkpoint.store import Store, problems
+from oneloop.checkpoint.store import Keep, Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA, EMASettings
 from slow_cases import with_slow
@@ -35,7 +34,6 @@ from sync_saves import SyncCheckpoints
 from worlds import run
 
 pytestmark = pytest.mark.covers(
-    "oneloop.checkpoint.retention",
     "oneloop.basics.side_copies",
     "oneloop.basics.tensors",
     "oneloop.checkpoint.background_save",

@@ -341,7 +341,7 @@ START = {
     ),
     "a name too long": Case(("run.dir", "too long"), words=("--run.dir", "x" * 300)),
     "a checkpoint that is not there": Case(
-        ("no such checkpoint",), words=("--run.resume", "nowhere")
+        ("it does not exist",), words=("--run.resume", "nowhere")
     ),
     "the best weights of no evaluation": Case(
         ("save.final best", "requires a validation set"),

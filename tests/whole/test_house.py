@@ -93,7 +93,7 @@ def test_imports_go_one_way():
     [
         (
             "optim/clip.py",
-            "from oneloop.checkpoint.retention import Keep",
+            "from oneloop.checkpoint.store import Keep",
         ),  # a leaf imports another leaf
         (
             "machine/torch_settings.py",

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -14,7 +14,7 @@ from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import NotDeleted
 from oneloop.checkpoint.pieces import Piece
 from oneloop.checkpoint.ranks import Ranks
-from oneloop.checkpoint.save_request import Answer, News, SaveRequest
+from oneloop.checkpoint.save_request import Answer, SaveRequest
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 
@@ -134,33 +134,17 @@ class BackgroundSaves:
             )
         return self._process
 
-    def upload(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool) -> None:
-        """Also write to a mirror from now on; see :meth:`Checkpoints.mirror`."""
-        # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
-        owns = self.ranks.is_main
-        if counts or owns:
-            self.uploads = {
-                "address": address,
-                "run": str(self.store.root.parent.absolute()),
-                "counts": counts,
-                "lease": lease,
-                "owns": owns,
-            }
-        if owns:
-            self.start()  # it renews the lease
-
-    def _heard(self, news: News) -> None:
+    def _heard(self, news: Answer) -> None:
         """Receive news of the uploads; report when they begin to fail, and when they work again."""
-        failed = bool(news.error)
-        if news.taken:
-            self._error = f"{_TAKEN}{news.error}"
-        elif failed and not self._mirror_failed:
+        if news.error and news.error.startswith(_TAKEN):
+            self._error = news.error
+        elif news.error and not self._mirror_failed:
             self.say(
                 f"MIRROR FAILED; a later save tries again: {news.error} (the run folder is intact)"
             )
-        elif self._mirror_failed and not failed:
-            self.say(f"the mirror works again, and holds step {news.step}")
-        self._mirror_failed = failed
+        elif self._mirror_failed and not news.error:
+            self.say(f"the mirror works again, and holds step {news.mirrored}")
+        self._mirror_failed = bool(news.error)
 
     def end_uploads(self, *, final: bool) -> Answer:
         """Upload what the mirror lacks, and wait for it; cancel a save that waits for other ranks.
@@ -183,7 +167,9 @@ class BackgroundSaves:
     def poll(self) -> str | None:
         """Return this rank's error of the save in progress if it is known by now.
 
-        Does not block: about 0.1 us between two saves, and 3 us during a save or with a mirror.
+        Does not block: less than 0.1 us between two saves, 6 to 8 us during a save or with a
+        mirror.
+
         If the writing process of a mirror was killed between two saves, start another one, which
         renews the lease. Otherwise, another machine could take the mirror before the next save.
         """

@@ -35,10 +35,18 @@ from oneloop.checkpoint.optimizer_values import (
 )
 from oneloop.checkpoint.pieces import Piece, header_of, pieces
 from oneloop.checkpoint.ranks import Ranks
-from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.state_dict import buffers_of, described, load_tensors, reject_others
-from oneloop.checkpoint.store import STATE, Store, name_of, problems, read_state, step_in, step_of
+from oneloop.checkpoint.store import (
+    STATE,
+    Keep,
+    Store,
+    name_of,
+    problems,
+    read_state,
+    step_in,
+    step_of,
+)
 
 __all__ = ["Checkpoints", "settings_of"]
 
@@ -187,7 +195,19 @@ class Checkpoints(BackgroundSaves):
         """
         self.fetcher = Fetcher(address, self.store, self.ranks, self.say)
         self._counts = counts
-        self.upload(address, lease=lease, counts=counts)
+
+        # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
+        owns = self.ranks.is_main
+        if counts or owns:
+            self.uploads = {
+                "address": address,
+                "run": str(self.store.root.parent.absolute()),
+                "counts": counts,
+                "lease": lease,
+                "owns": owns,
+            }
+        if owns:
+            self.start()  # it renews the lease
 
     def whole(self, step: int, otherwise: str) -> Path | None:
         """Return the path of a step's checkpoint; log that it is missing or damaged. Collective.
@@ -200,23 +220,17 @@ class Checkpoints(BackgroundSaves):
             The same path on all ranks; None if it cannot be used.
         """
         path = self.store.root / name_of(step)
-        wrong = []
-        if self.fetcher is not None and (
-            self._counts or not self.ranks.from_main(lambda: path.is_dir())
-        ):
-            try:
-                path = self.fetcher.fetch(step)
-            except (ValueError, Unavailable) as error:
-                wrong = [str(error)]
-        elif self.ranks.is_main:
-            wrong = ["it does not exist"]
-            if path.is_dir():
-                wrong = problems(path) or base_problems(path)
+        try:
+            if self.fetcher is not None and (self._counts or not self.ranks.from_main(path.is_dir)):
+                return self.fetcher.fetch(step)
+            wrong = self.ranks.from_main(lambda: problems(path) or base_problems(path))
+        except (ValueError, Unavailable) as error:  # on all ranks
+            wrong = [str(error)]
         if wrong:
             self.say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
             )
-        return None if self.gather(wrong)[0] else path
+        return None if wrong else path
 
     def newest(self) -> Path | None:
         """Return the newest intact checkpoint, equal on all ranks; None if none exists. Collective.

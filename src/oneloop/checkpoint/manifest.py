@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, and the headers of its files: write, read and check them.
+"""The manifest of a checkpoint: write, read and check it.
 
 Needs no torch.
 """
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from xxhash import xxh3_128_hexdigest
 
 from oneloop.basics.untrusted import damaged, is_plain, parsed_json, read_bytes
@@ -105,16 +104,3 @@ def base_in(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 def base_folder(run: Path, base: Mapping[str, Any]) -> Path:
     """Return the folder of frozen parameters with this entry in a manifest: ``base/CHECKSUM``."""
     return run / BASE / str(base["xxh3"])
-
-
-def header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file, without reading its data.
-
-    Raises:
-        ValueError: there is none, or it does not describe the data of the file.
-        OSError: the file cannot be read.
-    """
-    # The library compares shapes, dtypes and offsets with the size of the file.
-    with damaged(file.name), safe_open(file, "np"), file.open("rb") as stream:
-        content: dict[str, Any] = parsed_json(stream.read(int.from_bytes(stream.read(8), "little")))
-        return content

@@ -49,15 +49,12 @@ def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
     recorded = base_of(checkpoint)
     if recorded is None or recorded[1]["file"] != NAMED:
         return None
-    folder = recorded[0]
     try:
         with damaged(NAMED):
-            about: dict[str, Any] = read_json(folder / NAMED)
+            about: dict[str, Any] = read_json(recorded[0] / NAMED)
             about["names"] = [str(name) for name in about["names"]]
     except OSError as error:
-        raise ValueError(
-            f"the base model in {folder} is unknown: {NAMED}: {error.strerror}"
-        ) from error
+        raise ValueError(f"the base model of {checkpoint} is unknown: {error}") from error
     return about
 
 
@@ -177,14 +174,9 @@ def reject_resume_path(resume: str) -> None:
             f"run.resume {resume} is a run folder; name one of its checkpoints: "
             f"{names or 'it has none'}"
         )
-    if not path.is_dir():
-        raise BadInput(
-            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a "
-            "…/step-… folder"
-        )
     wrong = problems(path)
     if wrong:
         raise BadInput(
-            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose "
-            "another"
+            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; give auto, "
+            "never, or the path of another …/step-… folder"
         )

@@ -23,7 +23,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.basics.optimizer_tensors import optimizer_tensors
 from oneloop.basics.seeds import random_states, reseed, restored_generators
-from oneloop.basics.tensors import plain_optimizer
+from oneloop.basics.tensors import kinds_of, plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.optimizer_values import (
     load_values,
@@ -31,6 +31,7 @@ from oneloop.checkpoint.optimizer_values import (
     optimizer_values,
     settings_of,
 )
+from oneloop.checkpoint.state_dict import described
 
 _STEPS = 10
 _SAVED = 5  # step of the checkpoint
@@ -155,6 +156,7 @@ def try_optimizer(
 
         # Copy all that a checkpoint would hold, and train it to the end.
         weights = deepcopy(toy.model.state_dict())
+        described(optimizer_tensors(toy.model, toy.optimizer))
         values = json.dumps(optimizer_values(toy.model, toy.optimizer, settings=settings))
         tensors = deepcopy(optimizer_tensors(toy.model, toy.optimizer))
         expected = toy.train(_SAVED + 1, _STEPS)
@@ -174,8 +176,8 @@ def try_optimizer(
 
     if content_hash(seen) != content_hash(expected):
         raise ValueError(
-            f"{_kind(toy)} has state that a checkpoint does not hold: in a trial on a small "
-            "model the steps after a resume are others; keep state in param_groups or in "
+            f"{kinds_of(toy.optimizer)[0]} has state that a checkpoint does not hold: in a trial "
+            "on a small model the steps after a resume are others; keep state in param_groups or in "
             "state[parameter], or return it from state_dict() and take it in load_state_dict()"
         )
 
@@ -183,10 +185,6 @@ def try_optimizer(
     elements = sum(tensor.numel() for tensor in tensors.values() if tensor.ndim)
     parameters = sum(parameter.numel() for parameter in toy.model.parameters())
     return Tried(elements / parameters, toy.draws_others)
-
-
-def _kind(toy: _Toy) -> str:
-    return type(plain_optimizer(toy.optimizer)).__name__
 
 
 def try_shards(
@@ -213,8 +211,8 @@ def try_shards(
             sharded.train(1, _STEPS)
         except Exception as error:
             raise ValueError(
-                f"{_kind(sharded)} cannot update float64 shards of unequal size, of which one may "
-                f"be empty ({type(error).__name__}: {one_line(error)}); {_UNDER_FSDP2}"
+                f"{kinds_of(sharded.optimizer)[0]} cannot update float64 shards of unequal size, "
+                f"of which one may be empty ({type(error).__name__}: {one_line(error)}); {_UNDER_FSDP2}"
             ) from error
 
     # Compare the weights.
@@ -238,8 +236,8 @@ def try_shards(
             found = f"its {name} differ between the ranks"
     if found:
         raise ValueError(
-            f"the updates of {_kind(whole)} depend on the shards of parameters: {found}; "
-            f"{_UNDER_FSDP2}"
+            f"the updates of {kinds_of(whole.optimizer)[0]} depend on the shards of parameters: "
+            f"{found}; {_UNDER_FSDP2}"
         )
 
 

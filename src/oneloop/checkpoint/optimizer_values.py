@@ -207,21 +207,21 @@ def optimizer_targets(
     to no parameter are new, and on the host.
     """
     targets = {}
+    states: dict[str, list[str]] = {}  # keys of the saved state by parameter
     for name, about in saved.items():
         if name.startswith(OWN):
             targets[name] = torch.empty(about.size, dtype=about.properties.dtype)
+        prefix, _, key = name.rpartition(".")
+        states.setdefault(prefix, []).append(key)
     for name, parameter, group, one in optimized(model, optimizer):
-        prefix = f"optimizer.{name}."
+        prefix = f"optimizer.{name}"
+        keys = states.get(prefix, [])
         known = one.state[parameter]
         for key, value in list(known.items()):
-            if isinstance(value, Tensor) and f"{prefix}{key}" not in saved:
+            if isinstance(value, Tensor) and key not in keys:
                 del known[key]
-        for entry in saved:
-            if not entry.startswith(prefix):
-                continue
-            key = entry.removeprefix(prefix)
-            if "." in key:
-                continue  # of another parameter, whose name begins with this one
+        for key in keys:
+            entry = f"{prefix}.{key}"
             if key not in known:
                 known[key] = _empty_entry(saved[entry], parameter, key, group)
             targets[entry] = of_shape(as_real(known[key]), saved[entry].size)

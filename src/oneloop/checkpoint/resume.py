@@ -11,7 +11,7 @@ Several models and optimizers, such as those of a GAN, have names:
 >>> state = RunState(models, optimizers, parts={"ema": ema_of_generator})
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,13 +33,12 @@ from oneloop.checkpoint.optimizer_trial import NotTried, of_kind, try_optimizer,
 from oneloop.checkpoint.pieces import header_of
 from oneloop.checkpoint.rank_buffers import RankBuffers
 from oneloop.checkpoint.ranks import Ranks
-from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import (
     load_tensors,
     model_tensors,
     reject_others,
 )
-from oneloop.checkpoint.store import step_in
+from oneloop.checkpoint.store import Keep, step_in
 
 GENERATORS = "random generators"  # their name in a checkpoint
 
@@ -267,7 +266,17 @@ class RunState:
             elif hasattr(part, "restart"):
                 part.restart()
         if checkpoints.complete:
-            _report_others(saved.keys() - {"optimizer", GENERATORS}, self.parts.keys(), say)
+            # Report parts that only the checkpoint has, or that it lacks.
+            others = saved.keys() - {"optimizer", GENERATORS}
+            lost = sorted(others - self.parts.keys())
+            new = sorted(self.parts.keys() - others)
+            if lost:
+                say(
+                    f"of the checkpoint, the state of {', '.join(lost)} is not used: no part has "
+                    "the name"
+                )
+            if new:
+                say(f"the checkpoint has no state of {', '.join(new)}, which begins without one")
         before = there["about"].get("ranks")
         ranks = checkpoints.ranks
         if buffers and before != ranks.count:
@@ -300,15 +309,3 @@ def _restore_generators(
         f"{ranks.count} on {device.type}: they are seeded by seed, step and rank, so dropout "
         "draws other numbers than in a run without a stop"
     )
-
-
-def _report_others(
-    saved: Collection[str], parts: Collection[str], say: Callable[[str], None]
-) -> None:
-    """Report parts that only the checkpoint has, or that it lacks."""
-    lost = sorted(set(saved) - set(parts))
-    new = sorted(set(parts) - set(saved))
-    if lost:
-        say(f"of the checkpoint, the state of {', '.join(lost)} is not used: no part has the name")
-    if new:
-        say(f"the checkpoint has no state of {', '.join(new)}, which begins without one")

@@ -6,7 +6,7 @@ Needs no torch.
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.store import Keep
 
 
 @dataclass(frozen=True)
@@ -42,20 +42,12 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a writing process to a request, or to the end of the uploads."""
+    """A message of a writing process: the answer to a request, or news of its uploads."""
 
     step: int | None = None  # of the save; None: of the end of the uploads
     error: str | None = None
-    mirrored: int = 0  # newest step in the mirror, at the end of the uploads
-
-
-@dataclass(frozen=True)
-class News:
-    """News of the uploads, which a writing process reports without a request."""
-
-    step: int = 0  # newest step in the mirror
-    error: str | None = None
-    taken: bool = False  # another process owns the mirror now
+    mirrored: int = 0  # newest step in the mirror
+    is_news: bool = False  # of a copy to the mirror, without a request
 
 
 def padded(header: str) -> bytes:

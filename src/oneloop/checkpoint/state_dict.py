@@ -35,43 +35,23 @@ from oneloop.checkpoint.pieces import NAMES, Tensors
 from oneloop.checkpoint.rank_buffers import PREFIX, buffer_in
 
 
-def unsavable(model: nn.Module) -> str:
-    """Return why a model's state cannot be saved and loaded in place; empty if it can.
-
-    The text begins with the name of the entry.
-    """
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
-            return (
-                f"{name} is a {type(tensor).__name__} of get_extra_state(); only parameters and "
-                "buffers are saved: register it as a buffer"
-            )
-        if tensor.dtype not in (*NAMES, torch.complex64):
-            known = ", ".join(str(kind).removeprefix("torch.") for kind in NAMES)
-            return (
-                f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports "
-                f"{known}, complex64"
-            )
-        strides = zip(tensor.stride(), tensor.shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in strides):
-            return f"{name} is an expanded view, whose elements share memory; copy it with .clone()"
-    return ""
-
-
 def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by their first name, not copied.
 
     Args:
         model: bare or wrapped.
         frozen: True selects the frozen parameters, False all others, None everything.
+
+    Raises:
+        ValueError: its state cannot be saved, and loaded in place.
     """
     tensors = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can "
-                "be saved"
+        if name.endswith("_extra_state"):
+            raise ValueError(
+                f"{name} is a {type(tensor).__name__} of get_extra_state(); only parameters and "
+                "buffers are saved: register it as a buffer"
             )
         # A tied tensor counts once.
         if id(tensor) in seen:
@@ -86,6 +66,13 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
                     "module has the name of a wrapper (module); give it another name"
                 )
             tensors[bare] = as_real(tensor.detach())
+            strides = zip(tensor.stride(), tensor.shape, strict=True)
+            if any(stride == 0 and size > 1 for stride, size in strides):
+                raise ValueError(
+                    f"{name} is an expanded view, whose elements share memory; copy it with "
+                    ".clone()"
+                )
+    described(tensors)
     return tensors
 
 
@@ -134,7 +121,17 @@ def reject_others(
 
 
 def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
-    """Return dtype (safetensors name) and global shape of each tensor, for a manifest."""
+    """Return dtype (safetensors name) and global shape of each tensor, for a manifest.
+
+    Raises ValueError if safetensors has no name for a dtype.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            kinds = ", ".join(str(kind).removeprefix("torch.") for kind in NAMES)
+            raise ValueError(
+                f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports "
+                f"{kinds}, complex64"
+            )
     return {name: (NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
@@ -183,7 +180,14 @@ def load_tensors(
     """
     with damaged(folder):
         # Read the headers.
-        folders, elsewhere = _folders(folder)
+        folders = [folder]
+        elsewhere: set[str] = set()
+        referenced = base_model_of(folder)
+        base = base_of(folder)
+        if referenced is not None:
+            elsewhere = {f"model.{name}" for name in referenced["names"]}
+        elif base is not None:
+            folders.append(base[0])
         readers = [HuggingFaceStorageReader(str(path)) for path in folders]
         held = [reader.read_metadata().state_dict_metadata for reader in readers]
         saved: dict[str, Any] = {}
@@ -270,12 +274,3 @@ def _averaged(
             f"{folder} has no EMA {weights!r}; its tensors of EMAs are {averages[:3] or 'none'}"
         )
     return averaged
-
-
-def _folders(folder: Path) -> tuple[list[Path], set[str]]:
-    """Return the folders with a checkpoint's tensors, and the names of those of a base model."""
-    named = base_model_of(folder)
-    if named is not None:
-        return [folder], {f"model.{name}" for name in named["names"]}
-    base = base_of(folder)
-    return [folder] if base is None else [folder, base[0]], set()

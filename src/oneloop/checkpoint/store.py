@@ -5,8 +5,9 @@ Needs no torch.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -21,7 +22,6 @@ from oneloop.checkpoint.manifest import (
     read_manifest,
     signed,
 )
-from oneloop.checkpoint.retention import Keep
 
 STATE = "state.json"  # file of a checkpoint with its state that is not tensors
 MOST_STATE = 1 << 28  # bytes; a task may save much
@@ -147,6 +147,22 @@ class Draft:
             sealed.rename(self.store.root / f".{sealed.name}.replaced")
         self.path.rename(sealed)
         flush(self.store.root)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The checkpoints that a prune keeps: the newest, those of every Mth step, and the best."""
+
+    newest: int = 2  # how many, at least 1
+    every: int = 0  # in steps; 0: none
+    best: int | None = None  # step of the best checkpoint
+
+    def among(self, steps: Sequence[int]) -> set[int]:
+        """Return those of the steps, in ascending order, whose checkpoints are kept."""
+        kept = {
+            step for step in steps if (self.every and step % self.every == 0) or step == self.best
+        }
+        return kept | set(steps[-max(1, self.newest) :])
 
 
 class Store:
@@ -278,6 +294,8 @@ def problems(folder: Path) -> list[str]:
     """
     try:
         with damaged(MANIFEST):
+            if not folder.exists():
+                return ["it does not exist"]
             manifest = read_manifest(folder)
             step = step_in(folder.name)
             if step not in (None, manifest.get("step")):

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from oneloop.basics.bucket import BLOCK, Bucket
-from oneloop.checkpoint.lease import Lease, Taken
+from oneloop.checkpoint.lease import Lease
 from oneloop.checkpoint.manifest import (
     BASE,
     MANIFEST,
@@ -28,9 +28,8 @@ from oneloop.checkpoint.mirror import (
     manifest_at,
     steps_in,
 )
-from oneloop.checkpoint.retention import Keep
-from oneloop.checkpoint.save_request import Answer, News, SaveRequest
-from oneloop.checkpoint.store import Draft, Store, step_of
+from oneloop.checkpoint.save_request import Answer, SaveRequest
+from oneloop.checkpoint.store import Draft, Keep, Store, step_of
 
 
 class RemoteDraft(Draft):
@@ -113,7 +112,7 @@ class RemoteDraft(Draft):
                 bucket.put(name, content, create=True)
         if step is not None:
             store.rewritten.add(step)
-            store.news(News(step=step))
+            store.news(Answer(mirrored=step, is_news=True))
 
         # Delete what earlier attempts have left there.
         for other in bucket.sizes(self.folder):
@@ -142,7 +141,7 @@ class Uploads:
         counts: bool,
         lease: tuple[int, Mapping[str, Any]],
         owns: bool,
-        news: Callable[[News], None],
+        news: Callable[[Answer], None],
     ) -> None:
         # The connection.
         self.bucket = Bucket(address)
@@ -162,11 +161,11 @@ class Uploads:
         self._lock = threading.Lock()  # held during a copy
 
         if owns:
-            threading.Thread(target=self.lease.keep, args=[self._lost], daemon=True).start()
+            threading.Thread(target=self.lease.keep, args=[self._report], daemon=True).start()
             threading.Thread(target=self._follow, daemon=True).start()
 
-    def _lost(self, error: Taken) -> None:
-        self.news(News(error=str(error), taken=True))
+    def _report(self, error: Exception) -> None:
+        self.news(Answer(error=f"{type(error).__name__}: {error}", is_news=True))
 
     def check(self) -> None:
         """Raise Taken if another process owns the mirror.
@@ -236,7 +235,7 @@ class Uploads:
                 if ends:
                     self.copy_files()
             except Exception as error:
-                self.news(News(error=str(error), taken=isinstance(error, Taken)))
+                self._report(error)
                 return str(error)
             return None
 

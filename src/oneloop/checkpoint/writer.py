@@ -22,7 +22,7 @@ from typing import Any
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.checkpoint.manifest import manifest_of
-from oneloop.checkpoint.save_request import Answer, News, SaveRequest, padded
+from oneloop.checkpoint.save_request import Answer, SaveRequest, padded
 from oneloop.checkpoint.store import Draft, Store
 
 _CHUNK = 1 << 22  # bytes
@@ -127,7 +127,7 @@ def main() -> None:
         # Only with a mirror: it takes as long as all other imports.
         from oneloop.checkpoint.uploads import Uploads
 
-        uploads = Uploads(**settings, news=_report)
+        uploads = Uploads(**settings, news=_answer)
     data = memoryview(b"")
 
     while line := sys.stdin.buffer.readline():
@@ -138,7 +138,7 @@ def main() -> None:
         # The end of the run: upload what the mirror lacks.
         if "end" in decoded:
             assert uploads is not None
-            _print(asdict(uploads.end(**decoded["end"])))
+            _answer(uploads.end(**decoded["end"]))
             continue
 
         # Map the shared memory again if it has grown.
@@ -157,7 +157,7 @@ def main() -> None:
             write(draft, request, data[: request.size], _input_waiting, _progress())
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        _print(asdict(Answer(request.step, error)))
+        _answer(Answer(request.step, error))
 
         # Copy to the mirror in the background, after the answer.
         if uploads is not None and not uploads.counts and error is None:
@@ -181,8 +181,8 @@ def _progress() -> Callable[[], None]:
     return wrote
 
 
-def _report(news: News) -> None:
-    _print({"news": asdict(news)})
+def _answer(answer: Answer) -> None:
+    _print(asdict(answer))
 
 
 def _print(message: dict[str, Any]) -> None:

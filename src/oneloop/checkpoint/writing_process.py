@@ -21,7 +21,7 @@ from torch import Tensor
 from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.memory import nameless_file
 from oneloop.checkpoint.pieces import Piece, stage
-from oneloop.checkpoint.save_request import Answer, News
+from oneloop.checkpoint.save_request import Answer
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 TORN = (
@@ -99,7 +99,7 @@ class WritingProcess:
         *,
         device: torch.device,
         uploads: dict[str, Any] | None = None,
-        heard: Callable[[News], None] = print,
+        heard: Callable[[Answer], None] = print,
     ) -> None:
         self._device = device
         self._heard = heard
@@ -224,8 +224,8 @@ class WritingProcess:
             message = json.loads(line)
             if "wrote" in message:
                 self.wrote = time.monotonic()
-            elif "news" in message:
-                self._heard(News(**message["news"]))
+            elif message["is_news"]:
+                self._heard(Answer(**message))
             else:
                 return Answer(**message)
             left = None if seconds is None else max(0.0, until - time.monotonic())

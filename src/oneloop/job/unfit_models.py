@@ -3,7 +3,7 @@
 from torch import nn
 
 from oneloop.basics.tensors import dense
-from oneloop.checkpoint.state_dict import unsavable
+from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.compile import CUDA_GRAPHS
@@ -54,9 +54,10 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             )
 
     # Can it be saved?
-    wrong = unsavable(model)
-    if wrong:
-        raise ValueError(f"{named(task, 'model')} cannot be saved: {wrong}")
+    try:
+        model_tensors(model)
+    except ValueError as error:
+        raise ValueError(f"{named(task, 'model')} cannot be saved: {error}") from error
 
 
 def reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool) -> None:

@@ -13,8 +13,8 @@ from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING
 from oneloop.basics.launcher import HOST
 from oneloop.basics.optimizer_tensors import optimizer_tensors
-from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.checkpoint.store import Keep
 from oneloop.checks.repeats import Checks
 from oneloop.checks.replicas import check_replicas
 from oneloop.data.skipped_rows import SKIPPED_ROWS

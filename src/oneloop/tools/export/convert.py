@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.files import writing
-from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
+from oneloop.basics.untrusted import damaged
+from oneloop.checkpoint.manifest import MANIFEST, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.weights import load_weights
@@ -135,7 +137,8 @@ def _as_saved(model: nn.Module, checkpoint: Path) -> None:
 
 def _types_of(file: Path) -> dict[str, str]:
     """Return the dtypes of the tensors in a safetensors file."""
-    return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
+    with damaged(file.name), safe_open(file, "pt") as tensors:
+        return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
 
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
