@@ -125,7 +125,7 @@ def _whole(parameter: Tensor) -> Tensor:
 def try_optimizer(
     make: Callable[[nn.Module], Optimizer], like: Tensor, scheduled: Collection[str] | None = None
 ) -> Tried:
-    """Make ten steps on a toy model, and repeat the last five from a checkpoint.
+    """Make ten steps on a toy model, and repeat the last five from what a checkpoint holds.
 
     Args:
         make: builds the optimizer of a model.
@@ -177,8 +177,8 @@ def try_optimizer(
     if content_hash(seen) != content_hash(expected):
         raise ValueError(
             f"{kinds_of(toy.optimizer)[0]} has state that a checkpoint does not hold: in a trial "
-            "on a small model the steps after a resume are others; keep state in param_groups or in "
-            "state[parameter], or return it from state_dict() and take it in load_state_dict()"
+            "on a small model the steps after a resume are others; keep state in param_groups or "
+            "in state[parameter], or return it from state_dict() and take it in load_state_dict()"
         )
 
     # Count the elements of the state per parameter, without numbers such as the step.
@@ -212,7 +212,8 @@ def try_shards(
         except Exception as error:
             raise ValueError(
                 f"{kinds_of(sharded.optimizer)[0]} cannot update float64 shards of unequal size, "
-                f"of which one may be empty ({type(error).__name__}: {one_line(error)}); {_UNDER_FSDP2}"
+                f"of which one may be empty ({type(error).__name__}: {one_line(error)}); "
+                f"{_UNDER_FSDP2}"
             ) from error
 
     # Compare the weights.
