@@ -26,11 +26,6 @@ _ADAPTERS = "adapter_model"  # peft's file name for adapters
 _CONFIG = "adapter_config.json"
 
 
-def tied_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters and buffers that are tied to an earlier one."""
-    return {name for names in aliases(model) for name in names[1:]}
-
-
 def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
     """Return the full weights in host memory on rank 0, nothing on other ranks.
 
@@ -44,7 +39,8 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
         origin: a base model: return only the other weights, under the names in peft's files.
     """
     main = not dist.is_initialized() or dist.get_rank() == 0
-    tied = tied_names(bare(model))
+    # parameters and buffers that are tied to an earlier one
+    tied = {name for names in aliases(bare(model)) for name in names[1:]}
     scalars = scalar_names(bare(model))
     seen = set[int]()
     weights = {}
