@@ -3,6 +3,7 @@ traceback, bounded memory, and intact older checkpoints are used."""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import shutil

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.seeds import random_states, reseed
 from oneloop.checks.passes import Pass, Wrapped, run_pass
-from oneloop.checks.samples import TRAINED, TrialSamples
+from oneloop.checks.samples import TRAINED, TrialSamples, read_samples
 from oneloop.checks.state import Values, restored
 from oneloop.checks.tolerance import rounding_of
 from oneloop.data.sample_reader import CannotSend, Reader, sample_reader
@@ -35,7 +35,7 @@ class DryRun:
         job: what the recipe describes.
         run: this process.
         root: the model, bare or sharded by FSDP2.
-        read: calls :class:`oneloop.checks.samples.TrialSamples`.
+        read: calls :func:`oneloop.checks.samples.read_samples` with the data sets.
         values: the attributes of model, task and data sets as they were.
     """
 
@@ -132,7 +132,8 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
 
     # Load the first samples, where the run reads its data.
     workers = run.workers(job.recipe.machine.workers)
-    samples = TrialSamples(job, torch.device("cpu") if workers else run.device)
+    device = torch.device("cpu") if workers else run.device
+    samples = {name: TrialSamples(job, name, device) for name in job.sets}
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules
@@ -142,7 +143,7 @@ def dry_run(job: Job, run: Run, model: nn.Module) -> Iterator[DryRun]:
     for name, dataset in job.sets.items():
         others[f"data set {name}"] = dataset
     restoring = restored(run.device, model, others)
-    with sample_reader(samples, workers=workers) as read:
+    with sample_reader(partial(read_samples, samples), workers=workers) as read:
         try:
             with restoring as values, _task_state_restored(contract), eager:
                 dry = DryRun(contract, job, run, model, read, values)

@@ -16,7 +16,6 @@ from oneloop.checks.samples import BY_COLLATE, TRAINED
 from oneloop.checks.state import state_hashes
 from oneloop.checks.tolerance import near
 from oneloop.data.fingerprint import IN_PLACE
-from oneloop.data.step_batches import Batch
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import other_units
 from oneloop.measure.flops import Operations
@@ -62,12 +61,16 @@ def check_doubling(dry: DryRun) -> None:
 
     # Compute the loss of the sample, and of the sample twice.
     hashes = state_hashes(model)
-    with (
-        _drawing(dry, one) as drawn,
-        whole_parameters(dry.root),
-    ):
+    drawing: Any = nullcontext()
+    if dry.run.main and "tensorboard" in dry.job.recipe.track:
+        graph = tool("graph")
+        if graph is None:
+            found.notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
+        else:
+            drawing = graph.Drawing(dry.root, one)
+    with drawing, whole_parameters(dry.root):
         once = float(contract.loss(model, one)[0])
-    found.graph = getattr(drawn, "graph", None)
+    found.graph = getattr(drawing, "graph", None)
     reshard(model)  # FSDP2 drops what a forward has changed
     both = float(contract.loss(model, two)[0])
     found.draws |= dry.drew()
@@ -96,22 +99,6 @@ def check_doubling(dry: DryRun) -> None:
         )
     if state:
         found.notes.append(f"{state}, so another parallel layout trains or evaluates another model")
-
-
-def _drawing(dry: DryRun, batch: Batch) -> Any:
-    """Return a context for a forward, which draws the model graph for TensorBoard, if asked.
-
-    Args:
-        dry: the dry run, which gets a remark if no graph can be made.
-        batch: that the forward gets.
-    """
-    if not dry.run.main or "tensorboard" not in dry.job.recipe.track:
-        return nullcontext()
-    graph = tool("graph")
-    if graph is None:
-        dry.found.notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
-        return nullcontext()
-    return graph.Drawing(dry.root, batch)
 
 
 def run_twice(dry: DryRun) -> tuple[list[Pass], list[list[str]]]:
@@ -215,23 +202,21 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
             f"{losses[1]:.9g}): {cause}"
         )
     dry.found.stateful = stateful
-    if stateful and dry.job.exact:
-        raise BadInput(
-            "batch.grain requires that the same samples with the same seeds give the same loss; "
-            f"found: {stateful}. Use torch's global generator and return copies, or remove "
-            "batch.grain"
-        )
-    if stateful and dry.contract.whole:
-        raise BadInput(
-            "a loss over the whole batch embeds each micro-batch twice, and needs equal results; "
-            f"found: {stateful}. Use torch's global generator and return copies"
-        )
+    if not stateful:
+        return
     recompute = dry.job.recipe.machine.recompute
-    if stateful.endswith(OWN_STATE) and recompute != "none":
-        raise BadInput(
-            f"machine.recompute {recompute} computes blocks a second time; found: {stateful}. Use "
-            "torch's global generator, or machine.recompute none"
-        )
+    if dry.job.exact:
+        need = "batch.grain requires that the same samples with the same seeds give the same loss"
+    elif dry.contract.whole:
+        need = "a loss over the whole batch embeds each micro-batch twice, and needs equal results"
+    elif stateful.endswith(OWN_STATE) and recompute != "none":
+        need = f"machine.recompute {recompute} computes blocks a second time"
+    else:
+        return
+    raise BadInput(
+        f"{need}; found: {stateful}. Use torch's global generator and return copies, or train "
+        "without it"
+    )
 
 
 def _not_double(

@@ -1,7 +1,7 @@
 """The first samples of a run: loaded twice, and collated, where the run reads its data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from oneloop.basics.content_hash import content_hash
 from oneloop.basics.seeds import random_states, reseed
 from oneloop.data.fingerprint import fault
-from oneloop.data.seeded_samples import Place, SeededSamples
+from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
 from oneloop.task_protocol.contract import Contract
 from oneloop.task_protocol.user_code import theirs
@@ -24,93 +24,84 @@ SAMPLED = 4  # maximum number of samples; each is loaded twice
 BY_COLLATE = "stores the samples that collate changes in place"
 
 
-@dataclass
-class _FirstOfSet:
-    """A data set, and what is known of its first samples."""
-
-    dataset: Any
-    places: list[Place]
-    contract: Contract  # evaluation batches may have other keys than those of training
-    loads: list[list[tuple[int, Any]]] = field(default_factory=list)  # copies of both loads
-    stored: bool = False  # whether both loads share memory
-    wrong: str = ""
-
-
 class TrialSamples:
-    """Loads and collates the first samples of the run, and of each evaluation set.
+    """Loads and collates the first samples of a data set of the run.
 
     Args:
         job: what the recipe describes.
+        name: of the data set.
         device: the device of random numbers; in a data worker the host.
     """
 
-    def __init__(self, job: Job, device: torch.device) -> None:
+    def __init__(self, job: Job, name: str, device: torch.device) -> None:
         # A data worker may be unable to receive the job.
-        self._task = job.task
         self._collate = job.collate
         self._seed = job.recipe.seed
         self._device = device
+        self._contract = Contract(job.task)  # of this set: others may have other keys of batches
+        self._samples = SeededSamples(job.sets[name], seed=job.recipe.seed)
+        self._loads: list[list[tuple[int, Any]]] = []  # copies of both loads
+        self._stored = False  # whether both loads share memory
+        self._wrong = ""
 
         # Sums and rows are compared of at least two training samples.
         each = job.layout.each
-        number = min(SAMPLED, max(each, 2), len(job.train_set))
-        epochs, indices = job.order.at(np.arange(number))
-        self._sets: dict[str, _FirstOfSet] = {}
-        for name, dataset in job.sets.items():
-            places = [(0, index) for index in range(min(SAMPLED, each, len(dataset)))]
-            if name == TRAINED:
-                places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
-            self._sets[name] = _FirstOfSet(dataset, places, Contract(job.task))
+        length = len(job.sets[name])
+        self._trained = name == TRAINED
+        if self._trained:
+            self._set, self._member = "the training set", "train_set()"
+            epochs, indices = job.order.at(np.arange(min(SAMPLED, max(each, 2), length)))
+            self._places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+        else:
+            self._set, self._member = f"the data set {name}", f"eval_sets()[{name!r}]"
+            self._places = [(0, index) for index in range(min(SAMPLED, each, length))]
 
-    def __call__(
-        self,
-        name: str,
-        numbers: Sequence[int] = (),
-        load: int = 0,
-        seed: int = 0,
-    ) -> Any:
+    def __call__(self, numbers: Sequence[int] = (), load: int = 0, seed: int = 0) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
 
         Without numbers, return how many samples there are, and what is wrong with the data set.
 
         Args:
-            name: of the data set.
             numbers: positions among the first samples.
             load: 1 for the samples of the second load.
             seed: a different seed gives different random numbers.
         """
-        first = self._sets[name]
-        if not first.loads:
-            self._load_twice(name, first)
+        contract = self._contract
+        if not self._loads:
+            self._load_twice()
         if not numbers:
-            of = "the training set" if name == TRAINED else f"the data set {name}"
-            return len(first.loads[0]), f"{of} {first.wrong}" if first.wrong else ""
-        samples = [first.loads[load][number] for number in numbers]
+            return len(self._places), f"{self._set} {self._wrong}" if self._wrong else ""
+        samples = [self._loads[load][number] for number in numbers]
         given = copied([sample for _, sample in samples])
         content = content_hash(given)
 
         # Collate with generators that are seeded.
         reseed(self._device, self._seed, seed, others=True)
         before = random_states(self._device)
-        collated = first.contract.collated(given)
+        collated = contract.collated(given)
         draws = before != random_states(self._device)
-        if first.stored and content_hash(given) != content:
-            first.wrong = first.wrong or BY_COLLATE
+        if self._stored and content_hash(given) != content:
+            self._wrong = self._wrong or BY_COLLATE
         batch = self._collate.completed(collated, [index for index, _ in samples])
-        weight = first.contract.weight(batch, samples=len(samples), trained=name == TRAINED)
+        weight = contract.weight(batch, samples=len(samples), trained=self._trained)
         return batch, weight, draws
 
-    def _load_twice(self, name: str, into: _FirstOfSet) -> None:
-        """Load the samples of a data set, keep copies, and compare both loads."""
-        member = "train_set()" if name == TRAINED else f"eval_sets()[{name!r}]"
-        keyed = SeededSamples(into.dataset, seed=self._seed)
-        first = theirs(self._task, member, lambda: keyed.good(into.places))
+    def _load_twice(self) -> None:
+        """Load the samples, keep copies, and compare both loads."""
+        task = self._contract.task
+        load = partial(theirs, task, self._member, partial(self._samples.good, self._places))
+        first = load()
         kept = copied(first)
         content = content_hash(first)
-        again = theirs(self._task, member, lambda: keyed.good(into.places))
-        into.loads = [kept, copied(again)]
-        into.wrong = fault(content, first, again)
-        into.stored = not _addresses(first).isdisjoint(_addresses(again))
+        again = load()
+        self._loads = [kept, copied(again)]
+        self._wrong = fault(content, first, again)
+        self._stored = not _addresses(first).isdisjoint(_addresses(again))
+
+
+def read_samples(sets: Mapping[str, TrialSamples], name: str, *given: Any) -> Any:
+    """Return what :class:`TrialSamples` of the data set of this name return."""
+    return sets[name](*given)
 
 
 def copied(value: Any) -> Any:
