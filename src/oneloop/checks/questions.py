@@ -153,26 +153,19 @@ def check_units(dry: DryRun, units: Sequence[Sequence[str]]) -> None:
         dry: the dry run.
         units: what each pass over the micro-batch has run.
     """
-    ran = {"a state of the model": units}
+    error = other_units(units, by="a state of the model")
 
     # Which units run may depend on random numbers (LayerDrop), or on the sample.
-    if len(set(units[0])) > 1 and not has_batch_statistics(dry.root):
-        if dry.draws:
-            drawn = [_units(dry, dry.micro_batch, seed) for seed in range(_SEEDS)]
-            ran["random numbers (LayerDrop)"] = drawn
-        ran["the samples"] = [_units(dry, [at]) for at in dry.samples]
-    for by, calls in ran.items():
-        error = other_units(calls, by=by)
-        if error:
-            raise BadInput(error)
-
-
-def _units(dry: DryRun, numbers: Sequence[int], seed: int = 0) -> list[str]:
-    """Return the units that run for these samples."""
-    batch = dry.batch(numbers, seed=seed)
-    with restored_buffers(dry.model):
-        dry.train(batch)
-    return dry.units.calls
+    if not error and len(set(units[0])) > 1 and not has_batch_statistics(dry.root):
+        calls = []
+        for seed in range(_SEEDS):
+            batch = dry.batch([seed % len(dry.samples)], seed=seed)
+            with restored_buffers(dry.model):
+                dry.train(batch)
+            calls.append(dry.units.calls)
+        error = other_units(calls, by="random numbers (LayerDrop) or on the samples")
+    if error:
+        raise BadInput(error)
 
 
 def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:

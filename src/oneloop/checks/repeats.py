@@ -172,13 +172,10 @@ class Checks:
             self.equal_at = number
         elif not self._reported:
             self._reported = True
-            self._tell(f"step {number}: {why}", is_error=self._strict)
-
-    def _tell(self, why: str, *, is_error: bool) -> None:
-        """Raise Inexact, or print what follows for another parallel layout."""
-        if is_error:
-            raise Inexact(why, equal_at=self.equal_at)
-        self._run.display.say(f"{why}; {DEPENDS}")
+            why = f"step {number}: {why}"
+            if self._strict:
+                raise Inexact(why, equal_at=self.equal_at)
+            run.display.say(f"{why}; {DEPENDS}")
 
     def _judge(self, reports: Iterable[Mapping[str, str]], start: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
@@ -198,13 +195,13 @@ class Checks:
                     sentences.setdefault(name, why)
         for name, why in sentences.items():
             if name.startswith(self._rejected):
-                self._tell(
+                raise Inexact(
                     f"{why}, so the weights would depend on the parallel layout; let nothing but "
                     "the optimizer change it, or train on one process without batch.grain",
-                    is_error=True,
+                    equal_at=self.equal_at,
                 )
         for why in [*sentences.values()][:1]:
-            self._tell(why, is_error=False)
+            self._run.display.say(f"{why}; {DEPENDS}")
         self._moving |= sentences.keys()
         return bool(sentences)
 
@@ -220,13 +217,12 @@ class Checks:
 
         # A data worker loads it, if the run has any: this process must not touch their files.
         workers = min(1, self._run.workers(job.recipe.machine.workers))
-        before = None if workers else Values({"train": job.train_set, "task": job.task}, set())
+        before = Values({"train": job.train_set, "task": job.task}, set())
         samples = SeededSamples(job.train_set, seed=job.recipe.seed, name="train")
         [(batch, _)] = loader(
             samples, job.collate, [places], workers=workers, device=self._run.device, pinned=False
         )
-        if before is not None:
-            before.restore()
+        before.restore()
         return to_device(batch, self._run.device)
 
     def _compute_twice(self, batch: Batch, trained: dict[str, str], place: Place) -> Report:

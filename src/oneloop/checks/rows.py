@@ -119,13 +119,10 @@ def parts_of(dry: DryRun, batch: Batch) -> Parts:
         value = batch.get(name)
         if isinstance(value, Tensor) and value.ndim and len(value) == samples:
             continue
-        if value is None:
-            found = ", ".join(batch)
-        else:
-            found = f"for it a {type(value).__name__}"
         raise contract.wrong(
             "batch_columns",
-            f"names {name!r}, but collate returned {found} for {samples} samples",
+            f"names {name!r}, which is no tensor of {samples} rows in the result of collate for "
+            f"{samples} samples (it has {', '.join(batch)})",
             'name tensors with one row per sample: ("label",)',
         )
     return parts

@@ -57,7 +57,9 @@ _OTHERS = {
     "transformers",
 }
 """packages whose objects are not followed, except modules of a model"""
-_REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: they do not show in names
+_ALL = ""  # name of a content without names
+# Registries of a module do not show in names.
+_HIDDEN = ("_parameters", "_buffers", "_modules", _ALL)
 
 
 def registered(model: nn.Module) -> dict[str, Tensor]:
@@ -176,12 +178,8 @@ class Values:
         """Return the names of the values that differ now: of a dict its keys. Host sync."""
         names = []
         for value in self._values:
-            before = _digest(value.before)
-            now = _digest(value.get())
-            if isinstance(now, dict):
-                names += [_inner_name(value.name, key) for key in differences(before, now)]
-            elif before != now:
-                names.append(value.name)
+            changed = differences(_digest(value.before), _digest(value.get()))
+            names += [_inner_name(value.name, key) for key in changed]
         return names
 
     def restore(self) -> None:
@@ -238,7 +236,7 @@ class Values:
 
 
 def _inner_name(name: str, key: Any) -> str:
-    return name if key in _REGISTRIES else f"{name}.{key}"
+    return name if key in _HIDDEN else f"{name}.{key}"
 
 
 def _setter(tensor: Tensor) -> Callable[[Tensor], None]:
@@ -297,13 +295,13 @@ def _is_own(kind: type) -> bool:
     return package not in _OTHERS and package not in sys.stdlib_module_names - {"__main__"}
 
 
-def _digest(content: Any) -> Any:
+def _digest(content: Any) -> dict[Any, Any]:
     """Return what can be compared: of a container its elements, which count as objects."""
     if isinstance(content, dict):
         return {key: _element(value) for key, value in content.items()}
     if isinstance(content, _CONTAINERS):
-        return [*map(_element, content)]
-    return content_hash(content)
+        return {_ALL: [*map(_element, content)]}
+    return {_ALL: content_hash(content)}
 
 
 def _element(value: Any) -> Any:
