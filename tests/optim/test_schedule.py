@@ -267,6 +267,8 @@ def test_a_schedule_that_is_longer_than_the_run_is_cut():
     assert rates == ours(schedule.linear, total=200)[:100]
     rates = ours(schedule.wsd, length=Duration(50), options={"decay": Duration(10)})
     assert rates[39] == 2.0 and rates[45] == pytest.approx(1.0) and set(rates[50:]) == {0.0}
+    with pytest.raises(ValueError, match="decay 60 is 60 steps, and schedule.length 50 has 50"):
+        ours(schedule.wsd, length=Duration(50), options={"decay": Duration(60)})
 
 
 @pytest.mark.parametrize(

@@ -157,18 +157,40 @@ def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None
     return None if rest[0].startswith("-") else (known, rest)
 
 
+_ONE_PROCESS: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "NO",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "num_machines": 1,
+    "num_processes": 1,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+"""settings of a config file with which accelerate only sets the variables of
+:func:`_of_one_process`"""
+
+
 def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     """Return the variables that accelerate's launcher sets for one process.
 
     With them, the process needs no launcher. Return None for several processes, and for settings
-    that accelerate must read: those of single.yaml only set these variables.
+    that accelerate must read.
     """
     if "config_file" not in options:
         return None
     settings = read_config(options["config_file"]) | options
     precision = str(settings.pop("mixed_precision", "no"))
-    single = read_config("single") | {"config_file": options["config_file"]}
-    plain = all(str(value) == str(single.get(name)) for name, value in settings.items())
+    del settings["config_file"]
+    plain = all(str(value) == str(_ONE_PROCESS.get(name)) for name, value in settings.items())
     if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
         return None
 

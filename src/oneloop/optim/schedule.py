@@ -194,8 +194,8 @@ def learning_rate(
         total: steps of the run, with the warm-up.
 
     Raises:
-        ValueError: the warm-up is longer than the schedule, a value is out of range, or the
-            schedule returns no factor.
+        ValueError: the warm-up, or a duration of the schedule, is longer than the schedule; a value
+            is out of range; or the schedule returns no factor.
     """
     # The warm-up must fit into the schedule.
     end = total if length is None else length.steps(scale, total=total, key="schedule.length")
@@ -222,7 +222,14 @@ def learning_rate(
         if parameter.default is not parameter.empty and name != "reductions":
             arguments.setdefault(name, parameter.default)
     for name, value in arguments.items():
-        arguments[name] = _in_steps(f"schedule.{name}", value, scale, total)
+        key = f"schedule.{name}"
+        arguments[name] = _in_steps(key, value, scale, total)
+        is_duration = isinstance(value, Duration) and "optimizer" not in parameters
+        if is_duration and arguments[name] > end - steps:
+            raise ValueError(
+                f"{key} {value} is {arguments[name]} steps, and {whole} has {end - steps} after a "
+                f"warm-up of {steps}; shorten one of them"
+            )
     after_warmup = max(1, end - steps)
 
     # A scheduler takes an optimizer. It begins at the peak, or warms up by itself.
