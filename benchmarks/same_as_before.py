@@ -66,6 +66,8 @@ RECIPES = {
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2}
 POLICIES = ("none bad", "stop", "skip", "rewind")
 TIMED = (
+    "train/noise_scale",  # an estimate, of which the last bits are not promised
+    "train/update_ratio",  # another one, of a sample of the weights
     "time",
     "seconds",
     "goodput",
@@ -113,11 +115,12 @@ def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
 def hash_of(file: Path) -> str:
     """Return a hash of the tensors in a safetensors file, by name.
 
-    Buffers of each rank are left out: which of them a checkpoint holds depends on the version.
+    Buffers of each rank are left out: which of them a checkpoint holds depends on the version. So
+    does whether it holds the state of an optimizer, all zeros, before the first step.
     """
     found = hashlib.sha256()
     for name, entry in sorted(deserialize(file.read_bytes())):
-        if not name.startswith("rank."):
+        if not name.startswith("rank.") and any(entry["data"]):
             found.update(f"{name} {entry['dtype']} {entry['shape']}".encode())
             found.update(entry["data"])
     return found.hexdigest()

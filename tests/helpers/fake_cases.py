@@ -93,7 +93,8 @@ def words(folder: Path, name: str) -> list[str]:
         text = text.replace(f"{{{data}}}", str(path))
     made = text.split()
     small = _SMALL if made[0] in _OF_TRANSFORMERS and "--task.model" not in made else []
-    return [*made, *small, *_BATCH, *_NO_REPEATS]
+    batch = _BATCH[:2] if "--batch.grain" in made else _BATCH
+    return [*made, *small, *batch, *_NO_REPEATS]
 
 
 def _prepared(folder: Path, name: str) -> Prepared:

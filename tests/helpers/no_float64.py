@@ -35,6 +35,7 @@ ON_HOST = {
     "task_protocol/evaluation_metrics.py named_values": "a number that a metric has computed",
     "tasks/text_regression.py": "float64 metrics stay in host memory",
     "launch/processes.py largest": "numbers that the ranks exchange through the host",
+    "loop/steps.py _summed": "sums that the ranks exchange through the host",
 }
 """functions (or files) that make float64 in host memory, and why; at most five"""
 

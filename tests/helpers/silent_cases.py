@@ -368,7 +368,7 @@ START["what one rank alone finds, under DDP"] = Case(
 
 CODE = {
     "a program for a task": Case(
-        ("task.name 'subprocess.Popen' is a class that lacks model",),
+        ("it is a class that lacks model",),
         recipe=("digits", "--task", "subprocess.Popen", "--task.args", "[touch,ran]"),
     ),
     "a builtin for a task": Case(("not a class",), recipe=("digits", "--task", "builtins.exec")),

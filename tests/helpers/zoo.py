@@ -1134,7 +1134,7 @@ class OrderOfRank(Plain):
 
 @animal(
     *("--optimizer.name", "odd_optimizers.SGLD"),
-    grain=rejected("batch.grain", "may not be elementwise"),
+    grain=rejected("batch.grain", "cannot be combined with optimizer.name"),
     fsdp2=rejected("SGLD", "draws random numbers in step()"),
 )
 class NoiseInUpdates(Plain):

@@ -12,7 +12,7 @@ from oneloop.basics.duration import Scale
 from oneloop.job.build import _intervals
 from oneloop.recipe.parse import recipe
 
-pytestmark = pytest.mark.covers("oneloop.job.build", "oneloop.recipe.run_keys")
+pytestmark = pytest.mark.covers("oneloop.job.build", "oneloop.recipe.schema")
 
 
 @pytest.mark.parametrize("steps", [1, 7, 39, 40, 79, 100, 787, 1999, 2000, 10**6])

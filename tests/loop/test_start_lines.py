@@ -46,7 +46,8 @@ def promise(
     run = SimpleNamespace(
         device=torch.device(device), accelerator=SimpleNamespace(mixed_precision=precision)
     )
-    return _promise(job, run, model or nn.Linear(2, 2), Preflight())
+    trial = Preflight(draws=isinstance(model, nn.Sequential))
+    return _promise(job, run, model or nn.Linear(2, 2), trial)
 
 
 @pytest.fixture(autouse=True)

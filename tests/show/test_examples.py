@@ -54,7 +54,7 @@ def written() -> list[tuple[str, str]]:
     """Return prompts and continuations of an untrained language model."""
     world, task, examples = (
         start(),
-        CausalLM(data=str(ROOT / "src/oneloop/loop"), layers=1, width=16, heads=2, block=32),
+        CausalLM(data=str(ROOT / "src/oneloop/checkpoint"), layers=1, width=16, heads=2, block=32),
         Examples(),
     )
     torch.manual_seed(0)
@@ -127,7 +127,9 @@ def test_a_model_writes_the_same_on_every_split(config):
 
 
 def test_a_model_continues_from_half_of_the_text():
-    task = CausalLM(data=str(ROOT / "src/oneloop/loop"), layers=1, width=16, heads=2, block=32)
+    task = CausalLM(
+        data=str(ROOT / "src/oneloop/checkpoint"), layers=1, width=16, heads=2, block=32
+    )
     samples = [task.eval_sets()["validation"][0], task.eval_sets()["validation"][1][:9]]
     batch = task.collate(samples)
 
@@ -221,7 +223,7 @@ def test_texts_in_tensorboard(tmp_path):
     words = [
         "gpt",
         "--task.data",
-        str(ROOT / "src/oneloop/loop"),
+        str(ROOT / "src/oneloop/checkpoint"),
         "--task.layers",
         "1",
         "--task.width",
@@ -349,7 +351,7 @@ def test_what_cannot_be_shown_stops_nothing(how, worst, fixed):
 def test_a_model_gone_bad_still_writes():
     world, task, examples = (
         start(),
-        CausalLM(data=str(ROOT / "src/oneloop/loop"), layers=1, width=16, heads=2, block=32),
+        CausalLM(data=str(ROOT / "src/oneloop/checkpoint"), layers=1, width=16, heads=2, block=32),
         Examples(),
     )
     model = task.model()

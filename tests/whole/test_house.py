@@ -491,7 +491,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
     "ema.half_life from the key to the EMA weights": (
         4,
         [
-            ("recipe/training_keys.py", "half_life: Duration"),
+            ("recipe/schema.py", "half_life: Duration"),
             ("job/build.py", "half_life=half_life", "emas=emas"),
             ("train.py", "in job.emas", "ema.update("),
             ("ema.py", "half_life: float", "average_("),

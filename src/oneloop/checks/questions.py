@@ -207,8 +207,8 @@ def check_losses(dry: DryRun, first: Pass, last: Pass) -> None:
     else:
         return
     raise BadInput(
-        f"{need}; found: {stateful}. Use torch's global generator and return copies, or train "
-        "without it"
+        f"the same samples and seeds must give the same loss: {need}; found: {stateful}. Use "
+        "torch's global generator and return copies, or train without it"
     )
 
 

@@ -172,10 +172,9 @@ class Checks:
             self.equal_at = number
         elif not self._reported:
             self._reported = True
-            why = f"step {number}: {why}"
             if self._strict:
-                raise Inexact(why, equal_at=self.equal_at)
-            run.display.say(f"{why}; {DEPENDS}")
+                raise Inexact(f"step {number}: {why}", equal_at=self.equal_at)
+            run.display.say(f"step {number}: {why}; {DEPENDS}")
 
     def _judge(self, reports: Iterable[Mapping[str, str]], start: str) -> bool:
         """Raise Inexact if a tensor has changed that must not, or report the first change.
@@ -191,17 +190,17 @@ class Checks:
         for report in reports:
             for name, when in report.items():
                 if name not in self._moving:
-                    why = f"{start}the {name} has changed {when}, and not by an update"
-                    sentences.setdefault(name, why)
+                    sentences.setdefault(name, f"the {name} has changed {when}, not by an update")
         for name, why in sentences.items():
             if name.startswith(self._rejected):
                 raise Inexact(
-                    f"{why}, so the weights would depend on the parallel layout; let nothing but "
-                    "the optimizer change it, or train on one process without batch.grain",
+                    f"{start}{why}, so the weights would depend on the parallel layout; let "
+                    "nothing but the optimizer change it, or train on one process without "
+                    "batch.grain",
                     equal_at=self.equal_at,
                 )
         for why in [*sentences.values()][:1]:
-            self._run.display.say(f"{why}; {DEPENDS}")
+            self._run.display.say(f"{start}{why}; {DEPENDS}")
         self._moving |= sentences.keys()
         return bool(sentences)
 

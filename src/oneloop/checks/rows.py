@@ -71,13 +71,16 @@ def _embed_each_way(dry: DryRun) -> list[Parts]:
     The last batch is the first sample once more. A 0-dim part becomes equal rows.
     """
     samples = [*dry.samples]
-    batches = [samples, samples[::-1], [0] * len(samples), *([at] for at in samples), [0]]
+    batches = [samples, samples[::-1], [0] * len(samples)]
+    batches += [[at] for at in samples]
+    batches.append([0])
     results: list[Parts] = []
     for numbers in batches:
         parts = parts_of(dry, dry.batch(numbers))
-        results.append(
-            {name: part if part.ndim else part.expand(len(numbers)) for name, part in parts.items()}
-        )
+        rows = {}
+        for name, part in parts.items():
+            rows[name] = part if part.ndim else part.expand(len(numbers))
+        results.append(rows)
     return results
 
 
@@ -121,8 +124,8 @@ def parts_of(dry: DryRun, batch: Batch) -> Parts:
             continue
         raise contract.wrong(
             "batch_columns",
-            f"names {name!r}, which is no tensor of {samples} rows in the result of collate for "
-            f"{samples} samples (it has {', '.join(batch)})",
+            f"names {name!r}, but the result of collate has no tensor of this name with {samples} "
+            f"rows for {samples} samples (it has {', '.join(batch)})",
             'name tensors with one row per sample: ("label",)',
         )
     return parts

@@ -70,7 +70,7 @@ class TrialSamples:
         if not self._loads:
             self._load_twice()
         if not numbers:
-            return len(self._places), f"{self._set} {self._wrong}" if self._wrong else ""
+            return len(self._loads[0]), f"{self._set} {self._wrong}" if self._wrong else ""
         samples = [self._loads[load][number] for number in numbers]
         given = copied([sample for _, sample in samples])
         content = content_hash(given)

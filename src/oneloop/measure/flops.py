@@ -54,7 +54,13 @@ def _packed_backward(slope: Any, query: Any, *given: Any, **_: Any) -> int:
     return _packed(query, *given[:2], *given[4:]) * 5 // 2
 
 
-def _attention(query: Any, key: Any, value: Any, *given: Any, **_: Any) -> int:
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *given: Any,
+    **_: Any,
+) -> int:
     """Return the operations of attention, which counts as full: two products for each head.
 
     Several heads of the query may share one of the key.

@@ -1,5 +1,6 @@
 """AdamW of this rank's shards: fused, or element by element."""
 
+import math
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class AdamWStep(ElementwiseStep):
 
         # The fused kernel reads the flag itself, without a host sync.
         if not self.elementwise:
-            torch._foreach_add_(steps, counted)
+            added: Any = 1 if self.found_inf is None else [counted] * len(steps)
+            torch._foreach_add_(steps, added)
             torch._fused_adamw_(
                 parameters,
                 gradients,
@@ -70,9 +72,8 @@ class AdamWStep(ElementwiseStep):
 
         # Calculate the bias corrections of all parameters at once.
         at_least_one = numbers.clamp(min=1)  # no division by zero if the first step is bad
-        wide = at_least_one.to(wide_dtype(numbers.device))
-        size = (-lr / (1 - beta1**wide)).to(first[0].dtype)
-        root = (1 - beta2**wide).sqrt().to(first[0].dtype)
+        size = (-lr / _correction(beta1, at_least_one)).to(first[0].dtype)
+        root = _correction(beta2, at_least_one).sqrt().to(first[0].dtype)
 
         # Divide the first moments by the roots of the second ones.
         below = torch._foreach_sqrt(second)
@@ -88,6 +89,13 @@ class AdamWStep(ElementwiseStep):
         put(exp_avgs, first, self.found_inf)
         put(exp_avg_sqs, second, self.found_inf)
         put(parameters, new, self.found_inf)
+
+
+def _correction(beta: float, steps: Tensor) -> Tensor:
+    """Return 1 - beta ** steps in float64, or rounded to float32 if the device has no float64."""
+    if wide_dtype(steps.device) is torch.float32:
+        return -torch.expm1(steps * math.log(max(beta, 1e-40)))
+    return 1 - beta ** steps.double()
 
 
 class AdamW(AdamWStep, torch.optim.AdamW):

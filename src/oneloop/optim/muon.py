@@ -82,7 +82,7 @@ class Muon(AdamWStep):
         weight_decay: factor of ``lr``.
 
     Raises:
-        ValueError: a matrix is sharded, but not by rows.
+        ValueError: momentum or betas are out of range, or a matrix is sharded, but not by rows.
     """
 
     def __init__(
@@ -99,6 +99,10 @@ class Muon(AdamWStep):
         adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
         weight_decay: float = 0.0,
     ) -> None:
+        if not all(0.0 <= decay < 1.0 for decay in (momentum, *betas)):
+            raise ValueError(
+                f"momentum and betas of Muon must be from 0 to below 1, got {momentum} and {betas}"
+            )
         self.precision = precision
         self._replicas: dist.ProcessGroup | None = None
         if isinstance(model, DistributedDataParallel):

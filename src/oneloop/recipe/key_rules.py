@@ -65,7 +65,7 @@ EXCLUDES = {
     "ema.every": "ema.start=null ema.warmup_power=0",
     "ema.device": "ema.buffers=false",
     "save.final": "save.best=true",
-    "save.mirror": "run.dir!=*://*",
+    "save.mirror": "run.dir!=??*:*",  # an address
     "schedule.warmup_start": "schedule.warmup_offset=0",
 }
 """conditions as in :data:`NEEDS` of keys that otherwise cannot be used. With batch.grain, runs are

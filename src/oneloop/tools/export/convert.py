@@ -138,7 +138,8 @@ def _as_saved(model: nn.Module, checkpoint: Path) -> None:
 def _types_of(file: Path) -> dict[str, str]:
     """Return the dtypes of the tensors in a safetensors file."""
     with damaged(file.name), safe_open(file, "pt") as tensors:
-        return {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        names = tensors.keys()
+        return {name: tensors.get_slice(name).get_dtype() for name in names}
 
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
