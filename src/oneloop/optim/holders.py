@@ -83,7 +83,10 @@ class Holders:
         rows = matrices[self.rank].shape[0]
         most = -(-rows // self.ranks)  # rows of a shard; the last ones have fewer
         columns = matrices[self.rank].numel() // rows
-        held = [columns * min(most, max(0, rows - most * rank)) for rank in range(self.ranks)]
+        held = []
+        for rank in range(self.ranks):
+            rows_of_rank = min(most, max(0, rows - most * rank))
+            held.append(columns * rows_of_rank)
         return sent, held
 
     def _exchanged(self, flat: Tensor, sent: list[int], received: list[int]) -> Tensor:
