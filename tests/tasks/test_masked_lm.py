@@ -427,6 +427,13 @@ def test_a_wrong_input_ends_with_code_2_and_writes_nothing(data, tmp_path, words
     assert not (tmp_path / "run").exists()
 
 
+def test_fsdp2_trains_an_output_layer_that_shares_the_weight_of_the_embedding(data, tmp_path):
+    """A class that FSDP2 would gather alone holds the embedding: it stays with the output layer."""
+    written(tmp_path, data)
+    words = [*WORDS, "--duration", "2", "--eval.every", "0", "--run.dir", "run"]
+    run(train, words, ranks=2, config="fsdp2", folder=tmp_path).ok()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", ["concat", "packed", "padded"])
 def test_every_layout_trains_the_same(data, tmp_path, pack):

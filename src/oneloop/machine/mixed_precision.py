@@ -104,13 +104,15 @@ def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) ->
     # Choose the units, and shard them.
     names = plugin.transformer_cls_names_to_wrap or list(blocks)
     plugin.transformer_cls_names_to_wrap = names or None
-    embedding = _separate_embedding(model)
+    embedding, shared = _input_embedding(model)
     units = {}
     try:
         plugin.set_auto_wrap_policy(model)
         is_unit = fsdp2_prepare_auto_wrap_policy(plugin, model) or (lambda _: False)
         for name, module in get_module_children_bottom_up(model, return_fqns=True)[:-1]:
-            if is_unit(module) or module is embedding:
+            # The input embedding is often the largest layer: it is a unit, and in no other one.
+            holds_embedding = any(inner is embedding for inner in module.modules())
+            if (module is embedding and not shared) or (is_unit(module) and not holds_embedding):
                 units[name] = module
         _reject_separated(model, units)
         for module in dict.fromkeys(units.values()):
@@ -134,19 +136,15 @@ def _shard(model: nn.Module, accelerator: Accelerator, blocks: Sequence[str]) ->
         accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def _separate_embedding(model: nn.Module) -> nn.Module | None:
-    """Return the input embedding, if no other module shares its weight.
-
-    It is often the largest layer, so FSDP2 gathers it alone.
-    """
+def _input_embedding(model: nn.Module) -> tuple[nn.Module | None, bool]:
+    """Return the input embedding, if there is one, and whether another module shares its weight."""
     try:
         embedding = getattr(model, "get_input_embeddings", lambda: None)()
     except NotImplementedError:  # some models of transformers have none, or several
-        return None
+        return None, False
     weight = getattr(embedding, "weight", None)
     everywhere = model.named_parameters(remove_duplicate=False)
-    shared = [name for name, parameter in everywhere if parameter is weight]
-    return None if len(shared) > 1 else embedding
+    return embedding, sum(parameter is weight for _, parameter in everywhere) > 1
 
 
 def _reject_separated(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
