@@ -36,18 +36,30 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
         return norm.to(gradients[0].dtype)
 
     # Unsharded gradients need no exchange.
-    norm = get_total_norm(whole, foreach=True)
+    norm = _norm(whole)
     if not sharded:
         return norm
 
     # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
-    square = get_total_norm(shards, foreach=True).square()
+    square = _norm(shards).square()
     mesh = sharded[0].device_mesh
     for dimension, placement in enumerate(sharded[0].placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(dimension))
     square = square + norm.to(square.device).square()
     return square.sqrt()
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    """Return torch's get_total_norm, bit-identically.
+
+    If all tensors share device and dtype, they need not be sorted by them.
+    """
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    if len(kinds) != 1:
+        return get_total_norm(tensors, foreach=True)
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    return norms
 
 
 @torch.no_grad()
