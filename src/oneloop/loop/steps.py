@@ -22,7 +22,7 @@ class _Exchange(NamedTuple):
 
     group: Group  # its micro-batches on this rank
     sums: Tensor  # flags for stop, save and error; weights; hashes of FSDP2 units
-    work: Any  # the collective; None: one rank has none
+    work: Any  # the collective
 
 
 class StepBatches:
@@ -166,12 +166,13 @@ class StepBatches:
             flags = (run.stopping.requested(), timed, self._saves.poll() is not None)
             weights = group.addends(run.rank, run.ranks)
             hashes = self._units.hashes() if run.sharded else []
-            sums = torch.tensor([*flags, *weights, *hashes], dtype=torch.float64)
+            addends = [*map(float, flags), *weights, *hashes]
 
             # One rank agrees with itself. Of several, start the all-reduce of each step before the
             # previous step is yielded: it runs while that one trains, so nobody waits for it.
-            step = _Exchange(group, sums, None)
+            agreed = addends
             if run.host is not None:
+                sums = torch.tensor(addends, dtype=torch.float64)
                 work = dist.all_reduce(sums, group=run.host, async_op=True)
                 before: _Exchange | None = self._next
                 self._next = _Exchange(group, sums, work)
@@ -179,17 +180,18 @@ class StepBatches:
                 if before is None:
                     continue
                 before.work.wait()
-                step = before
+                group = before.group
+                agreed = before.sums.tolist()
 
             # Set what the ranks agreed on.
-            stop, save, failed, *totals = step.sums.tolist()
-            step.group.total = rounded_sum(totals[: len(weights)])
-            step.group.stop = bool(stop)
-            step.group.save = self._save_flag = bool(save)
+            stop, save, failed, *totals = agreed
+            group.total = rounded_sum(totals[: len(weights)])
+            group.stop = bool(stop)
+            group.save = self._save_flag = bool(save)
             # If a save failed on some rank, all ranks finish it, and raise if too many failed.
             if failed:
                 self._saves.finish()
-            yield step.group
+            yield group
 
             # The exchange in progress belongs to a step that is dropped: finish it, since every
             # rank has started it.
