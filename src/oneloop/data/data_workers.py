@@ -42,7 +42,11 @@ def workers_here(requested: int | str, *, device: torch.device, cores: int) -> i
     return max(1, min(8, cores - 1))
 
 
-def load_by_workers(dataset: Dataset[Loaded], workers: int, **options: Any) -> DataLoader[Loaded]:
+def load_by_workers(
+    dataset: Dataset[Loaded],
+    workers: int,
+    **options: Any,
+) -> DataLoader[Loaded]:
     """Return what a data set loads, as it is; draw nothing from the global generator.
 
     Args:

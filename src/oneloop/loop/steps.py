@@ -169,7 +169,7 @@ class StepBatches:
             addends = [*map(float, flags), *weights, *hashes]
 
             # One rank agrees with itself. Of several, start the all-reduce of each step before the
-            # previous step is yielded: it runs while that one trains, so nobody waits for it.
+            # previous step is yielded: it runs while that one trains, so no rank waits for it.
             agreed = addends
             if run.host is not None:
                 sums = torch.tensor(addends, dtype=torch.float64)

@@ -54,7 +54,7 @@ class State(RunState):
     emas: Sequence[EMA]
     optimizer: Optimizer
     tracking: Tracking  # metrics.jsonl and the trackers, once the folder is open
-    resumed = False  # whether the run continues from a checkpoint of its own folder
+    resumed = False  # whether the run continues from a checkpoint in its folder
 
     def __init__(
         self,

@@ -171,7 +171,10 @@ def _statistics(module: nn.Module, buffer: Tensor | None) -> Tensor | None:
     return buffer.detach().clone()
 
 
-def _repeatable(forward: Callable[..., Any], inside: Mapping[nn.Module, str]) -> Callable[..., Any]:
+def _repeatable(
+    forward: Callable[..., Any],
+    inside: Mapping[nn.Module, str],
+) -> Callable[..., Any]:
     """Return a function for one call of a block's forward, and its recomputations.
 
     A recomputation repeats the forward bit for bit. torch restores its own generators for it, but

@@ -148,7 +148,11 @@ class Folder:
         del ended["checksum"]
         return Finished(message, ended, edited)
 
-    def read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+    def read(
+        self,
+        name: str,
+        read: Callable[[Path], dict[str, Any]],
+    ) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
 
         Damage is logged.

@@ -17,7 +17,12 @@ from oneloop.recipe.class_paths import path_of
 Run = str | Path | Mapping[str, Any]
 
 
-def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) -> dict[str, Any]:
+def evaluate(
+    run: Run,
+    *,
+    mixed_precision: str | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them.
 
     Collective: call on every rank.
@@ -39,7 +44,11 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
 
 
 def predict(
-    run: Run, *, to: str | Path | None = None, mixed_precision: str | None = None, **options: Any
+    run: Run,
+    *,
+    to: str | Path | None = None,
+    mixed_precision: str | None = None,
+    **options: Any,
 ) -> list[dict[str, Any]] | Path:
     """Predict every row of a run's validation set, or of other ``data``, in order.
 
@@ -74,7 +83,11 @@ def predict(
 
 
 def export(
-    run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any
+    run: Run,
+    *,
+    to: str | Path | None = None,
+    push: str | None = None,
+    **options: Any,
 ) -> str:
     """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line.
 
