@@ -13,8 +13,8 @@ from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
 from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
-from oneloop.tasks.language.text_sums import TextSums
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
+from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.sft import SFT
 
 
@@ -206,13 +206,11 @@ class Distil(FrozenTask, SFT):
             outputs["right"] = logits.argmax(-1) == target
         return each.sum(), outputs
 
-    def metrics(self) -> TextSums:
-        return TextSums(
-            by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts, teacher=True
-        )
+    def metrics(self) -> TextMeans:
+        return TextMeans({**super().metrics().higher_is_better, "divergence": False})
 
     def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: TextMeans, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})

@@ -20,8 +20,8 @@ from oneloop.tasks.language.pair_samples import (
     collated_pairs,
     pair_mask,
 )
-from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.sequences import IGNORE, collated
+from oneloop.tasks.light_metrics import Means
 
 PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "ipo_mean", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference
@@ -184,9 +184,9 @@ class Preference(FrozenTask, PairRows):
             return losses.orpo(chosen, rejected, beta=beta)
         return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
-    def metrics(self) -> PairSums:  # type: ignore[override]
+    def metrics(self) -> Means:  # type: ignore[override]
         known = {name: up for name, up in METRICS.items() if name != "kl" or self._frozen}
-        return PairSums(known)
+        return Means(known)
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
-from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
 from oneloop.tasks.language.wrong_answers import PairedChats
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 
@@ -95,9 +95,9 @@ class PairRows(AnswerRows):
         return self.decode(tokens[:first]), self.decode(tokens[first:])
 
     def update(  # type: ignore[override]
-        self, metrics: PairSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: Means, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
-        metrics.update(outputs)
+        metrics.update({name: (value, torch.ones_like(value)) for name, value in outputs.items()})
 
     def _outputs(
         self,
