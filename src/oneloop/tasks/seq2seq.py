@@ -20,7 +20,6 @@ from oneloop.tasks.language.generation import generated_texts
 from oneloop.tasks.language.kept_texts import references
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
-from oneloop.tasks.language.number_words import NUMBERS, NumberWords
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.source_target import (
     Overlong,
@@ -39,6 +38,7 @@ from oneloop.tasks.language.text_metrics import (
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
 from oneloop.tasks.model_limits import check_sizes, shorter_length
+from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.rows.cache import key_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
@@ -216,7 +216,8 @@ class Seq2Seq(TokenTargets):
         """Open the data sets that ``task.data`` names."""
         if data == "numbers":
             columns = {"source": "source", "target": "target"}
-            return [Source(data, columns, parts={split: NumberWords(split) for split in NUMBERS})]
+            parts = {split: PackagedRows(data, split) for split in SPLITS}
+            return [Source(data, columns, parts=parts)]
         sources = named_sources(
             data, self.columns, unreadable=unreadable, split_by=split_by, remote=False
         )

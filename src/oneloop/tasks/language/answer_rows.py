@@ -18,8 +18,8 @@ from oneloop.tasks.language.conversations import (
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import Overlong
-from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
+from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
@@ -71,7 +71,7 @@ class AnswerRows(LanguageModel):
         "held_out": "data!=lessons",
         "split_by": "data!=lessons",
     }
-    lessons: Any = SyntheticChats  # class of the packaged rows
+    lessons = "lessons"  # name of the packaged rows
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
     _ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
     kinds: Sequence[Sequence[str]] = (("messages",), ("prompt", "completion"))
@@ -120,7 +120,10 @@ class AnswerRows(LanguageModel):
 
     def _new_tokenizer(self, vocab: int) -> Any:
         """Return the tokenizer of a model from scratch."""
-        return chat_tokenizer(SyntheticChats("train").texts(), vocab)
+        texts = []
+        for row in PackagedRows("lessons", "train"):
+            texts += [message["content"] for message in row["messages"]]
+        return chat_tokenizer(texts, vocab)
 
     def _encoded_sources(self) -> list[dict[str, tuple[Ragged, Any]]]:
         """Return the tokens of all splits of each source, and keys of their content."""
@@ -155,7 +158,7 @@ class AnswerRows(LanguageModel):
     ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "lessons":
-            parts = {split: self.lessons(split) for split in LESSONS}
+            parts = {split: PackagedRows(self.lessons, split) for split in SPLITS}
             names = {name: name for name in parts["train"][0]}
             return [Source(data, dict.fromkeys(self.columns, "") | names, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)

@@ -11,7 +11,6 @@ from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
-from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.rows.cached_arrays import Ragged
 
@@ -28,7 +27,7 @@ class PairRows(AnswerRows):
     """
 
     unit = "samples"
-    lessons = PairedChats
+    lessons = "answer_pairs"
     padded = PaddedPairs  # class of samples that are not packed
     kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
 
