@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.basics.parameter_names import tied_to
 from oneloop.basics.untrusted import read_json
-from oneloop.tasks.image_settings import Resizing
+from oneloop.tasks.image_settings import Pretrained, Resizing
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
-Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 _PILLOW = {"nearest": 0, "bilinear": 2, "bicubic": 3}

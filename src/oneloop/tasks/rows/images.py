@@ -60,22 +60,18 @@ def decoded(value: Any, *, limit: int) -> Any:
 
 
 def labelled_image(
-    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int
-) -> Callable[[Row], tuple[Any, Any]]:
-    """Return a function from a row to its decoded image and its label.
+    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int, row: Row
+) -> tuple[Any, Any]:
+    """Return the decoded image of a row, and its label.
 
     Args:
         columns: names of the columns ``image`` and ``label``.
         number: converts a stored label; a row to predict has none.
         limit: largest number of pixels of an image.
+        row: the row.
     """
-    return partial(_labelled, columns["image"], columns["label"], number, limit)
-
-
-def _labelled(
-    image: str, label: str, number: Callable[[Any], Any], limit: int, row: Row
-) -> tuple[Any, Any]:
-    return decoded(row[image], limit=limit), number(row.get(label, 0))
+    image = decoded(row[columns["image"]], limit=limit)
+    return image, number(row.get(columns["label"], 0))
 
 
 @dataclass(frozen=True)
@@ -111,46 +107,33 @@ def _read(value: Any, limit: int) -> _Decoded:
                     f"task.pixel_limit {limit:,}; scale it down or raise the key"
                 )
             mode = image.mode
-            turn = _turn_of(image)
-            turned = turn is not None
-            upright = image if turn is None else image.transpose(turn)
+            turned = _turn(image)
+            converted: Any = image
             if mode.startswith("I;16"):
                 # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
-                wide = np.asarray(upright).astype(np.uint32)
-                narrow = ((wide + 128) // 257).astype(np.uint8)
-                return _Decoded(Image.fromarray(narrow).convert("RGB"), mode, turned)
-            if mode.startswith(("I", "F")):
+                wide = np.asarray(image).astype(np.uint32)
+                converted = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+            elif mode.startswith(("I", "F")):
                 raise ValueError(
                     f"its pixels ({mode}) have more than 16 bits; write it with 8 or 16"
                 )
-            return _Decoded(upright.convert("RGB"), mode, turned)
+            return _Decoded(converted.convert("RGB"), mode, turned)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         what = path or "the image"
         raise Unreadable(f"{what} cannot be read as an image: {error}") from error
 
 
-def _turn_of(image: Any) -> Any:
-    """Return how to turn an open image, by its EXIF orientation; None if it is upright.
+def _turn(image: Any) -> bool:
+    """Turn an open image by its EXIF orientation; return whether it was turned."""
+    from PIL import ExifTags, ImageOps
 
-    Pillow turns TIFF files itself.
-    """
-    from PIL import ExifTags
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
+    image.load()  # Pillow turns TIFF files itself
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-        return None if image.format == "TIFF" else turns.get(orientation)
+        ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # damaged EXIF, for which Pillow raises many kinds of errors
-        return None
+        return False
+    return orientation in range(2, 9)
 
 
 @dataclass(frozen=True)
