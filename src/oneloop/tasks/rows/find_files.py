@@ -1,6 +1,5 @@
 """The files of a data set: find them at a path, with their split and class."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -10,7 +9,7 @@ from itertools import product
 from pathlib import Path, PurePath
 from typing import Generic, TypeVar
 
-from oneloop.tasks.rows.cache import below, cached_text, content_of, key_of
+from oneloop.tasks.rows.cache import below, cached_json, content_of, key_of
 from oneloop.tasks.rows.csv_json_lines import COMPRESSED, quotes_of
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
@@ -104,8 +103,7 @@ def found(
     if made.kind != "tsv":
         return made
     key = key_of(content_of(made.files, root))
-    cached = cached_text(f"quotes/{key}.json", lambda: json.dumps(quotes_of(made.files)))
-    kind, line = json.loads(cached)
+    kind, line = cached_json(f"quotes/{key}.json", lambda: quotes_of(made.files))
     if line:
         made.notes.append(f"{root}: {line}")
     return replace(made, kind=kind)
