@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
+from oneloop.tasks.language.conversations import FLAGS
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
 from oneloop.tasks.language.kept_texts import first_answer, references
 from oneloop.tasks.language.language_model import is_packed
-from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
 from oneloop.tasks.language.text_metrics import (
     DEFAULT,

@@ -120,7 +120,7 @@ class TokenTargets(SplitSets):
         loss = outputs["loss"]
         values = {"perplexity": (loss, is_target), "accuracy": (right, is_target)}
         if "apart" in outputs:
-            values["divergence"] = (outputs["apart"], is_target)
+            values["divergence"] = (outputs["apart"].sum(), is_target)
 
         # Count the bytes of the target tokens, and the texts that are fully correct.
         sizes = self._sizes_on(target.device)
