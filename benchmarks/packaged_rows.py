@@ -2,7 +2,8 @@
 
     python benchmarks/packaged_rows.py
 
-They are files of JSON lines in ``oneloop/tasks/packaged``, one per split. Run it again after a
+They are files of JSON lines in ``oneloop/tasks/packaged``, one per split, and the digits of
+scikit-learn beside them. Run it again after a
 change; the same code writes the same bytes. The wrong answers are in ``wrong_answers.txt``.
 
 The conversations are on days, months, numbers and opposites. A later question may be short
@@ -285,7 +286,18 @@ def contents() -> Iterator[tuple[str, bytes]]:
             yield f"{name}-{split}.jsonl.gz", lines.encode()
 
 
+def digits() -> dict[str, Any]:
+    """Return the images and labels of scikit-learn's digits."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    return {"images": data.images.astype("uint8"), "labels": data.target.astype("int64")}
+
+
 if __name__ == "__main__":
+    import numpy as np
+
+    np.savez_compressed(FOLDER / "digits.npz", **digits())
     for file, lines in contents():
         compressed = gzip.compress(lines, mtime=0)
         (FOLDER / file).write_bytes(compressed)

@@ -658,9 +658,12 @@ def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question
 
 def test_the_packaged_rows_are_what_their_script_writes(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from packaged_rows import FOLDER, contents
+    from packaged_rows import FOLDER, contents, digits
 
     written = dict(contents())
-    assert {file.name for file in FOLDER.iterdir()} == written.keys()
+    assert {file.name for file in FOLDER.iterdir()} == written.keys() | {"digits.npz"}
+    with np.load(FOLDER / "digits.npz") as arrays:
+        for name, values in digits().items():
+            assert np.array_equal(arrays[name], values) and arrays[name].dtype == values.dtype
     for name, lines in written.items():
         assert gzip.decompress((FOLDER / name).read_bytes()) == lines

@@ -47,7 +47,7 @@ class ImageClassification(OneClass, SplitSets):
     """Image classification.
 
     Args:
-        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a
+        data: digits (8x8, from scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a
             folder with train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a
             file or folder of parquet or arrow; hf:NAME[:CONFIG][@REVISION]; parquet at s3://, gs://
             (not tested), hf://datasets/ or https://; or several, [{data: PATH, weight: 0.7}, …].

@@ -10,7 +10,7 @@ from typing import Any
 
 from oneloop.tasks.rows.cache import key_of
 
-_FOLDER = Path(__file__).with_name("packaged")
+FOLDER = Path(__file__).with_name("packaged")
 SPLITS = ("train", "validation", "test")
 
 
@@ -24,7 +24,7 @@ class PackagedRows(list[dict[str, Any]]):
     """
 
     def __init__(self, name: str, split: str) -> None:
-        file = _FOLDER / f"{name}-{split}.jsonl.gz"
+        file = FOLDER / f"{name}-{split}.jsonl.gz"
         with gzip.open(file, "rt", encoding="utf-8") as lines:
             super().__init__(map(json.loads, lines))
         self.name = f"{name}, {split}"
