@@ -111,7 +111,7 @@ class Runner:
             try:
                 self._run(folder, keys, f"times:{steps}")
             except (RunFailed, BadInput) as error:
-                return Outcome(fault=_last_line(error))
+                return Outcome(fault=_in_one_line(error))
             measures = json.loads((folder / "measures.json").read_text())
         self.machine = Machine(**measures["machine"])
         times = measures["times"][_WARM_UP:]
@@ -173,14 +173,14 @@ def measured(
         plain = runner.weights(base)
     except (RunFailed, BadInput) as error:
         raise BadInput(
-            f"the recipe does not train without any technique: {_last_line(error)}"
+            f"the recipe does not train without any technique: {_in_one_line(error)}"
         ) from None
     same: dict[str, str] = {}
     for name in on:
         try:
             same[name] = _difference(runner.weights({**base, **on[name]}), plain)
         except (RunFailed, BadInput) as error:
-            faults[name] = f"failed: {_last_line(error)}"
+            faults[name] = f"failed: {_in_one_line(error)}"
 
     # List the variants of what works.
     full = dict(base)
@@ -238,8 +238,10 @@ def measured(
     }
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).splitlines()[-1]
+def _in_one_line(error: Exception) -> str:
+    """Return the first line, which has the exit code, and the last one of the run's output."""
+    lines = str(error).splitlines()
+    return " … ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
 def _difference(weights: Tensor, others: Tensor) -> str:
