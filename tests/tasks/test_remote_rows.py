@@ -30,7 +30,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.remote_parquet",
     "oneloop.tasks.rows.remote.fetch_client",
     "oneloop.tasks.rows.remote.fetcher",
-    "oneloop.tasks.rows.sources",
 )
 
 ROWS, GROUP = 1000, 25  # rows of the training set, and of a row group

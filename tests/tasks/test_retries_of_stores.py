@@ -17,8 +17,7 @@ import pytest
 from pyarrow import parquet
 
 from oneloop import Loader
-from oneloop.tasks.rows.open_data import whole
-from oneloop.tasks.rows.sources import Source
+from oneloop.tasks.rows.open_data import Source, whole
 from remote_data import Files, range_of
 from worlds import run
 
@@ -137,7 +136,7 @@ def test_a_program_that_ends_with_rows_prints_nothing(file, tmp_path):
     """The fetcher's client is deleted when its module has lost its imports."""
     program = """
         from oneloop.tasks.rows.open_data import whole
-        from oneloop.tasks.rows.sources import Source
+        from oneloop.tasks.rows.open_data import Source
         rows = whole(Source({address!r}, {{"number": "n"}}), window=4).parts["all"]
         print(rows[17])
     """

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.class_counts import ClassCounts
-from oneloop.tasks.columns import UNTAGGED, check_words, columns_of, values_of
-from oneloop.tasks.columns_together import check_together
+from oneloop.tasks.columns import UNTAGGED, check_together, check_words, columns_of, values_of
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row, drop_rows

@@ -64,7 +64,8 @@ def cached_json(name: str, make: Callable[[], Any]) -> Any:
         try:
             return json.loads(path.read_text())
         except (OSError, ValueError):
-            value = make()
+            pass
+        value = make()
         with replacing(path) as draft:
             draft.write_text(json.dumps(value))
         return value

@@ -9,7 +9,14 @@ from typing import Any
 from oneloop.tasks.rows.objects import OBJECTS, as_json
 
 # Whole numbers between two of these borders fit into the same types: int64, uint64 and float64.
-_BORDERS = (-(2**63) - 1, -(2**53) - 1, -1, 2**53, 2**63 - 1, 2**64 - 1)
+_BORDERS = (
+    -(2**63) - 1,
+    -(2**53) - 1,
+    -1,
+    2**53,
+    2**63 - 1,
+    2**64 - 1,
+)
 _DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
 _SHOWN = 40  # characters of a value in a message
 

@@ -88,7 +88,7 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
         return {}
     try:
         # Also of images that are read as one set.
-        splits = parted(there.files, there.root, there.kind, there.where, [])
+        splits = parted(there.files, there.root, there.kind, there.where)
     except ValueError:
         splits = there.parts
 

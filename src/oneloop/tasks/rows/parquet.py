@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import down_to, value_of
+from oneloop.tasks.rows.objects import NoColumn, down_to, reject_some, value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
@@ -78,8 +78,13 @@ class Parquet:
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
         groups: list[tuple[int, ...]] = []
+        lacking = list[NoColumn]()
         for number, file in enumerate(self.files):
-            groups += self._groups_of(number, file)
+            try:
+                groups += self._groups_of(number, file)
+            except NoColumn as error:
+                lacking.append(error)
+        reject_some(lacking, len(self.files))
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 5)
 
         # Number the rows, all of which are selected.
