@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("tools.check.command", "tasks"),
     "report": ("tools.report.command", "tools.run_reader"),
     "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
-    "watch": ("tools.watch.command", "tools.run_reader", "tools.terminal_charts"),
+    "watch": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
     "worth": ("tools.worth.command", "tools.prove", "tools.server_context"),
     "prove": (
         "tools.prove.command",
