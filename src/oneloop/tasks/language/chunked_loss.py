@@ -12,7 +12,7 @@ the losses of other tokens (the log-probability of a whole answer). So the backw
 logits of each chunk again: one matrix product more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -33,10 +33,10 @@ from oneloop.tasks.language.logit_chunks import (
 )
 from oneloop.tasks.probe import probe
 
-# Names in configs of transformers of what a model does to its logits.
+# Names in configs of transformers of what a model does to its logits: a cap, or a factor and its
+# exponent.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_FACTORS = ("logit_scale", "lm_head_multiplier")
-_DIVISORS = ("logits_scaling",)
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
 
 
@@ -258,12 +258,10 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     """
     name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise ValueError(f"a loss without logits needs a linear output layer, and {name} has none")
     if not isinstance(head, nn.Linear):
+        kind = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
-            f"a loss without logits needs a linear output layer, and {name} "
-            f"has a {type(head).__name__}"
+            f"a loss without logits needs a linear output layer, and {name} has {kind}"
         )
     if getattr(model, "base_model", model) is model:
         raise ValueError(f"a loss without logits needs a base_model, and {name} has none")
@@ -312,24 +310,15 @@ def _change(model: nn.Module) -> Change | None:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
 
-    def values_of(names: tuple[str, ...]) -> Iterator[float]:
-        for name in names:
-            value = getattr(config, name, None)
-            if isinstance(value, int | float):
-                yield float(value)
-
     # Multiply all factors; some models divide by the value of the same key.
     factor = 1.0
-    for value in values_of(_FACTORS):
-        factor *= value
-    for value in values_of(_DIVISORS):
+    for name, exponent in _FACTORS.items():
         if getattr(config, "model_type", None) in _MULTIPLIED:
-            factor *= value
-        else:
-            factor /= value
+            exponent = 1
+        factor *= (getattr(config, name, None) or 1.0) ** exponent
 
     # A cap follows after the factors.
-    cap = next(values_of(_CAPS), None)
+    cap = next(filter(None, (getattr(config, name, None) for name in _CAPS)), None)
     if cap is not None:
         return lambda logits: torch.tanh(logits * (factor / cap)) * cap
     if factor == 1.0:
@@ -341,26 +330,26 @@ def _change(model: nn.Module) -> Change | None:
 def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     """Raise ValueError if the model's logits are not ``change`` of its output layer's.
 
-    A ramp of ±50 is added to the output layer's, so that soft-capping is noticed.
+    In place of the output layer's logits, the model gets a ramp of ±50, so that soft-capping is
+    noticed. The output layer must get what the base model returns.
     """
     name = type(model).__name__
     forward = head.forward
-    entries = head.out_features
     weight = head.weight
-    tokens = torch.arange(min(8, entries), device=weight.device)[None]
-    ramp = torch.linspace(-50, 50, entries, device=weight.device, dtype=weight.dtype)
+    tokens = torch.arange(min(8, len(weight)), device=weight.device)[None]
+    ramp = torch.linspace(-50, 50, len(weight), device=weight.device, dtype=weight.dtype)
+    expected = [ramp if change is None else change(ramp)]
+    found = list[Tensor]()
 
-    # ``boost`` is set below, when the size of the model's logits is known.
     def ramped(hidden: Tensor) -> Tensor:
-        return forward(hidden) * boost + ramp
+        found.append(hidden)
+        return ramp.expand(*hidden.shape[:-1], -1)
 
-    # Run the model with the ramp, and scale its own logits to the same size.
+    # Run the base model, and the model with the ramp.
     try:
-        hidden = probe(model.base_model, tokens, use_cache=False).last_hidden_state
-        largest = forward(hidden).abs().max()
-        boost = torch.where(largest > 0, 50 / largest, 0.0).to(weight.dtype)
+        expected.append(probe(model.base_model, tokens, use_cache=False).last_hidden_state)
         head.forward = ramped  # type: ignore[method-assign,assignment]
-        own = widest(probe(model, tokens, use_cache=False).logits)
+        found.insert(0, probe(model, tokens, use_cache=False).logits)
     except Exception as error:
         why = " ".join(str(error).split())
         raise ValueError(
@@ -369,17 +358,15 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     finally:
         head.forward = forward  # type: ignore[method-assign]
 
-    # Compare them with what the loss would compute.
-    logits = widest(ramped(hidden))
-    if change is not None:
-        logits = change(logits)
-    # The two ways may round differently, in the dtype of the weights.
+    # The two ways may round differently, in the dtype of the weights. A model that does not call its
+    # output layer has other logits than the ramp.
     bound = 1e-4 if torch.finfo(weight.dtype).bits >= 32 else 2e-2
-    worst = float("inf")
-    if own.shape == logits.shape:
-        worst = float((own - logits).abs().max() / own.abs().max())
-    if not worst <= bound:  # also for NaN
-        raise ValueError(
-            f"a loss without logits: the logits of {name} differ from its output layer's by "
-            f"{worst:.1e} of the largest (at most {bound:.0e})"
-        )
+    for own, other in zip(found, expected, strict=False):
+        worst = float("inf")
+        if own.shape[-1] == other.shape[-1]:
+            worst = float((widest(own) - widest(other)).abs().max() / other.abs().max())
+        if not worst <= bound:  # also for NaN
+            raise ValueError(
+                f"a loss without logits: the logits of {name} differ from its output layer's by "
+                f"{worst:.1e} of the largest (at most {bound:.0e})"
+            )
