@@ -334,9 +334,9 @@ def test_images_of_more_than_sixteen_bits_are_rejected(tmp_path):
     for name, kind in (("b.tiff", np.int32), ("c.tiff", np.float32)):
         Image.fromarray(np.arange(64, dtype=kind).reshape(8, 8)).save(tmp_path / name)
         with pytest.raises(ValueError, match="have more than 16 bits"):
-            decoded({"bytes": None, "path": str(tmp_path / name)}, limit=64)
+            decoded({"bytes": None, "path": str(tmp_path / name)}, 64)
     with pytest.raises(ValueError, match="the image is missing"):
-        decoded({"bytes": None, "path": None}, limit=64)
+        decoded({"bytes": None, "path": None}, 64)
 
 
 # --- parquet ---

@@ -63,6 +63,11 @@ class Transform:
             image = v2.RandomErasing(keys.erasing)(image)
         return image  # type: ignore[no-any-return]
 
+    def sample(self, sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
+        """Return a sample, an image and its label, with the transformed image."""
+        image, label = sample
+        return self(image), label
+
     def _as_bytes(self, image: Any) -> Any:
         """Undo the normalization of pixels (uint8); return other images unchanged."""
         if not isinstance(image, Tensor):
@@ -134,21 +139,14 @@ def shifted(image: Tensor, most: int) -> Tensor:
 class Files(Mapped):
     """Images of rows that know the names of their files; ``image`` is their column."""
 
-    def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
-        super().__init__(rows, make)
+    def __init__(self, images: Mapped, make: Callable[[Any], Any], image: str) -> None:
+        super().__init__(images, make)
         self.image = image
 
     def file(self, index: int) -> str | None:
         """Return the path of the image; None if its bytes are in the row."""
-        value = self.rows[index][self.image]
+        value = self.rows.rows[index][self.image]
         return value.get("path") if isinstance(value, Mapping) else None
-
-
-class Images(Mapped):
-    """Images transformed by ``make`` (from :func:`prepared`), with their labels."""
-
-    def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
-        super().__init__(part, partial(_first_made, make))
 
 
 class Blended(Mapped):
@@ -276,15 +274,3 @@ class RepeatedOrder(Ordered):
         copies, within = np.divmod(offsets, each)
         epochs, indices = self.samples.at(steps * each + within)
         return epochs * self.copies + copies, indices
-
-
-def _first_made(make: Callable[[Any], Tensor], sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    """Return a sample whose image, its first part, is transformed."""
-    return make(sample[0]), sample[1]
-
-
-def of_row(
-    decode: Callable[[Any], tuple[Any, Any]], make: Callable[[Any], Tensor], row: Any
-) -> tuple[Tensor, Any]:
-    """Return the sample of a row: its decoded and transformed image, and its label."""
-    return _first_made(make, decode(row))

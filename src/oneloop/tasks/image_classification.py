@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from oneloop.basics.wide_sums import on_host
 from oneloop.task_protocol.protocol import RECORDED
-from oneloop.tasks.augmentation import Blended, Files, Images, Repeated, Transform, of_row
+from oneloop.tasks.augmentation import Blended, Files, Repeated, Transform
 from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.image_models import CNN, Statistics, described, image_model, statistics
@@ -40,6 +40,7 @@ from oneloop.tasks.rows.open_data import (
     sets_of,
     whole,
 )
+from oneloop.tasks.rows.rows import Mapped
 from oneloop.tasks.transformers_models import is_transformers
 
 
@@ -99,9 +100,10 @@ class ImageClassification(OneClass, SplitSets):
         self._tested = Resizing(keys.test_size or side, interpolation, keys.test_crop, rounds_down)
         self._evaluated = Transform(self._tested, *self._pixels)
         if sets:
-            self._sets = {name: Images(part, self._evaluated) for name, part in sets.items()}
+            evaluated = self._evaluated.sample
+            self._sets = {name: Mapped(part, evaluated) for name, part in sets.items()}
             trained = Transform(Resizing(side, keys.interpolation), *self._pixels, keys)
-            self._sets["train"] = self._training_images(Images(sets["train"], trained))
+            self._sets["train"] = self._training_images(Mapped(sets["train"], trained.sample))
         self.notes = list(self._data_notes)
 
         # Set what the loss and the metrics need, and what a run records.
@@ -201,8 +203,8 @@ class ImageClassification(OneClass, SplitSets):
         elif labelled:
             number = numbers_of(source, "label", self.classes)
         decode = partial(labelled_image, source.columns, number, self.keys.pixel_limit)
-        sample = partial(of_row, decode, self._evaluated)
-        return Files(source.parts["all"], sample, source.columns["image"])
+        images = Mapped(source.parts["all"], decode)
+        return Files(images, self._evaluated.sample, source.columns["image"])
 
     def collate(self, samples: list[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         image, label = default_collate(samples)

@@ -50,8 +50,8 @@ class FrozenOutputs:
         self.content = content
         self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))  # first record of each
         number = (np.cumsum(self.lengths) - 1) // POSITIONS
-        # first document of each range, and the number of all documents
-        self._edges = [*np.flatnonzero(np.diff(number, prepend=-1)).tolist(), len(self)]
+        firsts = np.unique(number, return_index=True)[1]
+        self._edges = [*firsts.tolist(), len(self)]  # where the ranges begin and end
         self.folder: Path | None = None  # it has the file of every range
         self.are_placeholders = False  # whether they are zeros without a folder
 

@@ -46,7 +46,34 @@ def is_image(kind: Any) -> bool:
     return getattr(kind, "dtype", None) in ("binary", "large_binary")
 
 
-def decoded(value: Any, *, limit: int) -> Any:
+def labelled_image(
+    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int, row: Row
+) -> tuple[Any, Any]:
+    """Return the image of a row in RGB, turned as its EXIF orientation says, and its label.
+
+    Args:
+        columns: names of the columns ``image`` and ``label``.
+        number: converts a stored label; a row to predict has none.
+        limit: largest number of pixels of an image.
+        row: the row.
+
+    Raises:
+        Unreadable: the image is damaged or has more pixels.
+    """
+    image = decoded(row[columns["image"]], limit).image
+    return image, number(row.get(columns["label"], 0))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An image in RGB."""
+
+    image: Any
+    mode: str  # in which it is stored (Pillow's names)
+    turned: bool  # by its EXIF orientation
+
+
+def decoded(value: Any, limit: int) -> Decoded:
     """Decode an image to RGB (16 bits: / 257), turned as its EXIF orientation says.
 
     Args:
@@ -56,35 +83,6 @@ def decoded(value: Any, *, limit: int) -> Any:
     Raises:
         Unreadable: the image is damaged or has more pixels.
     """
-    return _read(value, limit).image
-
-
-def labelled_image(
-    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int, row: Row
-) -> tuple[Any, Any]:
-    """Return the decoded image of a row, and its label.
-
-    Args:
-        columns: names of the columns ``image`` and ``label``.
-        number: converts a stored label; a row to predict has none.
-        limit: largest number of pixels of an image.
-        row: the row.
-    """
-    image = decoded(row[columns["image"]], limit=limit)
-    return image, number(row.get(columns["label"], 0))
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """An image in RGB."""
-
-    image: Any
-    mode: str  # in which it is stored (Pillow's names)
-    turned: bool  # by its EXIF orientation
-
-
-def _read(value: Any, limit: int) -> _Decoded:
-    """Decode an image."""
     from PIL import Image
 
     data = value
@@ -117,7 +115,7 @@ def _read(value: Any, limit: int) -> _Decoded:
                 raise ValueError(
                     f"its pixels ({mode}) have more than 16 bits; write it with 8 or 16"
                 )
-            return _Decoded(converted.convert("RGB"), mode, turned)
+            return Decoded(converted.convert("RGB"), mode, turned)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         what = path or "the image"
         raise Unreadable(f"{what} cannot be read as an image: {error}") from error
@@ -184,7 +182,7 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
 
 def _mode(column: str, limit: int, row: Row) -> NDArray[np.int32]:
     """Return the number of the mode in which an image is stored, and whether it is turned."""
-    read = _read(row[column], limit)
+    read = decoded(row[column], limit)
     number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
     return np.array([number, read.turned], dtype=np.int32)
 
@@ -195,7 +193,7 @@ def _reason(value: Any, limit: int) -> str:
     The cached reason may name another path, which the file had then.
     """
     try:
-        _read(value, limit)
+        decoded(value, limit)
     except ValueError as error:
         return str(error)
     return ""
