@@ -23,7 +23,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.data_sets",
-    "oneloop.tasks.rows.remote.fetch_client",
+    "oneloop.tasks.rows.remote.fetch_ahead",
     "oneloop.tasks.rows.remote.buckets",
 )
 
@@ -133,7 +133,7 @@ def test_requests_that_are_tried_again_draw_nothing(file, tmp_path):
 
 
 def test_a_program_that_ends_with_rows_prints_nothing(file, tmp_path):
-    """The fetcher's client is deleted when its module has lost its imports."""
+    """It also leaves no row groups on the disk."""
     program = """
         from oneloop.tasks.rows.open_data import whole
         from oneloop.tasks.rows.open_data import Source
@@ -149,3 +149,5 @@ def test_a_program_that_ends_with_rows_prints_nothing(file, tmp_path):
             text=True,
         )
     assert (ended.stdout, ended.stderr) == ("{'n': 17}\n", "")
+    kept = [path for path in (tmp_path / "cache" / "row_groups").iterdir() if path.is_dir()]
+    assert not kept
