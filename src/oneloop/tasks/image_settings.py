@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from oneloop.tasks.rows.sources import SplitBy, Unreadable
+from oneloop.tasks.rows.open_data import SplitBy, Unreadable
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
 """how the pixels of a resized image are interpolated"""
