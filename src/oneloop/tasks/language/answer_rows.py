@@ -10,7 +10,6 @@ from torch import nn
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.conversations import (
-    check_system,
     column_choices,
     encoded,
     holds_texts,
@@ -208,7 +207,6 @@ class AnswerRows(LanguageModel):
             cache_key.append(self._day)
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
 
-        check_system(source, rows)
         encode = partial(
             self._encode(labelled=labelled),
             columns=columns,

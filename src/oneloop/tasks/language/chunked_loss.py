@@ -358,8 +358,8 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     finally:
         head.forward = forward  # type: ignore[method-assign]
 
-    # The two ways may round differently, in the dtype of the weights. A model that does not call its
-    # output layer has other logits than the ramp.
+    # The two ways may round differently, in the dtype of the weights. If the model does not call
+    # its output layer, its logits are not the ramp.
     bound = 1e-4 if torch.finfo(weight.dtype).bits >= 32 else 2e-2
     for own, other in zip(found, expected, strict=False):
         worst = float("inf")

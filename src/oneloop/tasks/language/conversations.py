@@ -11,13 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.columns import is_text as holds_text
-from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, tokenized, whole_text
 from oneloop.tasks.language.messages_as_json import brief, is_message, is_missing, read
 from oneloop.tasks.rows.objects import Written
-from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -57,6 +54,11 @@ def encoded(
 
     # A conversation, or a prompt that may have a completion.
     system = entry(row, columns, "system") or ""
+    if not isinstance(system, str):
+        raise ValueError(
+            f"{columns['system']!r} holds {brief(system)}; expected text of system prompts; name "
+            "another column with task.system, or ignore this one: task.system ''"
+        )
     tools = _tools(entry(row, columns, "tools"))
     prompt = row[columns["messages"] or columns["prompt"]]
     completion = entry(row, columns, "completion")
@@ -186,17 +188,6 @@ def _reject_unread(columns: Mapping[str, str], **values: Any) -> None:
                 f"the column {columns[key]!r} has {name}, and the prompt is a text; write it as "
                 f"messages, or ignore the column: task.{key} ''"
             )
-
-
-def check_system(source: Source, rows: Any) -> None:
-    """Raise ValueError if the column of system prompts does not hold text."""
-    column = source.columns["system"]
-    kind = rows.types[column] if column else None
-    if kind is not None and not holds_text(kind) and getattr(kind, "dtype", "") != "null":
-        raise ValueError(
-            f"{source.where}: {column!r} holds {type_name(kind)}; expected text of system prompts; "
-            "name another column with task.system, or ignore this one: task.system ''"
-        )
 
 
 def column_choices(
