@@ -40,7 +40,7 @@ from oneloop.cli import main
 from oneloop.recipe.comparison import training_configuration
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
-from oneloop.tools.after_training.recorded_task import recorded_by
+from oneloop.tools.after_training.trained_model import recorded_by
 from oneloop.tools.compare.compare_runs import view
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import read_record, read_yaml
@@ -56,7 +56,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
-    "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
     "oneloop.tools.report.page",
     "oneloop.tools.run_reader",

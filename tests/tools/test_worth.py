@@ -18,7 +18,7 @@ from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tools.prove.short_run import as_arguments
 from oneloop.tools.worth.techniques import PRECISION, TECHNIQUES, Machine
-from oneloop.tools.worth.worth import Outcome, Runner, compare, list_faults, sentences, table
+from oneloop.tools.worth.worth import TimedRun, Runner, compare, list_faults, sentences, table
 
 pytestmark = pytest.mark.covers(
     "oneloop.tools.worth.command",
@@ -111,8 +111,8 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, expected_
 
 
 def test_a_table_is_drawn_also_where_all_together_fail():
-    good = [Outcome(rate=2.0, peak=3.0), Outcome(rate=4.0, peak=5.0)]
-    bad = [Outcome(fault="out of memory")] * 2
+    good = [TimedRun(rate=2.0, peak=3.0), TimedRun(rate=4.0, peak=5.0)]
+    bad = [TimedRun(fault="out of memory")] * 2
     assert compare([good[0], bad[0]], good) == {"median": 1, "min": 1, "max": 1, "memory": -1}
     assert list_faults([*good, *bad]) == "out of memory"
     failed = compare(bad, good)

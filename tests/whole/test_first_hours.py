@@ -29,7 +29,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.run.compatibility",
     "oneloop.tools.report.examples",
     "oneloop.show.terminal",
-    "oneloop.tools.after_training.prediction",
+    "oneloop.tools.after_training.evaluate_and_predict",
     "oneloop.tools.report.example_pages",
 )
 

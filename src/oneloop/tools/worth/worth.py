@@ -69,7 +69,7 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     return 0
 
 
-class Outcome(NamedTuple):
+class TimedRun(NamedTuple):
     """Result of a short run."""
 
     rate: float = nan  # samples per second, after the warm-up steps
@@ -104,19 +104,19 @@ class Runner:
             _, tensors = torch.load(folder / f"step-{_SAME_STEPS}.pt", map_location="cpu")
         return torch.cat([tensor.double().flatten() for tensor in tensors.values()])
 
-    def __call__(self, keys: Keys, *, steps: int) -> Outcome:
+    def __call__(self, keys: Keys, *, steps: int) -> TimedRun:
         """Time some steps. ``keys``: of the recipe; with them, the precision."""
         with TemporaryDirectory(prefix="oneloop-") as scratch:
             folder = Path(scratch) / "short"
             try:
                 self._run(folder, keys, f"times:{steps}")
             except (RunFailed, BadInput) as error:
-                return Outcome(fault=_in_one_line(error))
+                return TimedRun(fault=_in_one_line(error))
             measures = json.loads((folder / "measures.json").read_text())
         self.machine = Machine(**measures["machine"])
         times = measures["times"][_WARM_UP:]
         rate = measures["batch"] * (len(times) - 1) / (times[-1] - times[0])
-        return Outcome(rate, measures["peak"])
+        return TimedRun(rate, measures["peak"])
 
 
 def measured(
@@ -192,7 +192,7 @@ def measured(
         variants[f"-{name}"] = {**full, **off[name]}
 
     # Time them. Shuffle each round, so that a drift of the machine's speed is in no variant alone.
-    runs: dict[str, list[Outcome]] = {name: [] for name in variants}
+    runs: dict[str, list[TimedRun]] = {name: [] for name in variants}
     order = list(variants)
     for number in range(rounds):
         random.Random(number).shuffle(order)
@@ -252,7 +252,7 @@ def _difference(weights: Tensor, others: Tensor) -> str:
     return f"{words} ({distance:.1e})"
 
 
-def compare(runs: Sequence[Outcome], others: Sequence[Outcome]) -> dict[str, float]:
+def compare(runs: Sequence[TimedRun], others: Sequence[TimedRun]) -> dict[str, float]:
     """Return the ratios of throughput, and the change of peak memory."""
     pairs = zip(runs, others, strict=True)
     ratios = _summary([one.rate / other.rate for one, other in pairs])
@@ -265,11 +265,11 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _peak(runs: Sequence[Outcome]) -> float:
+def _peak(runs: Sequence[TimedRun]) -> float:
     return _summary([outcome.peak for outcome in runs])["median"]
 
 
-def list_faults(runs: Sequence[Outcome]) -> str:
+def list_faults(runs: Sequence[TimedRun]) -> str:
     """Return why some of the runs failed; empty: none did."""
     return "; ".join(sorted({outcome.fault for outcome in runs if outcome.fault}))
 
