@@ -549,3 +549,34 @@ def test_rows_of_arrow_shards_are_those_of_their_files(tmp_path):
     made = whole(Source(str(tmp_path / "a"), {"text": "text"}), window=16).parts["all"]
     for index, (shard, row) in ((19, (0, 19)), (25, (1, 5))):
         assert made.where(index) == f"{tmp_path}/a/data-0000{shard}-of-00002.arrow, row {row}"
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_column_that_some_parquet_files_lack_is_named(tmp_path, lacking):
+    """An optional column would be left out of all files without a word."""
+    for number in range(2):
+        table = pa.table({"text": ["a", "b"], "second": ["x", "y"]})
+        if number == lacking:
+            table = table.drop_columns(["second"])
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    [source] = named_sources(str(tmp_path), {"text": "text", "second": "second"})
+    expected = rf"only some files have the column 'second': .*{lacking}.parquet has no column"
+    with pytest.raises(ValueError, match=expected):
+        whole(source, window=4)
+
+
+def test_arrow_files_for_random_access_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    table = pa.table({"text": [f"t{n}" for n in range(2500)]})
+    file = str(tmp_path / "a.arrow")
+    with pa.OSFile(file, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    [source] = named_sources(file, {"text": "text"})
+    rows = whole(source, window=4).parts["all"]
+    assert [rows[index]["text"] for index in range(len(rows))] == table["text"].to_pylist()
+
+    # Neither format of Arrow.
+    (tmp_path / "a.arrow").write_bytes(b"no Arrow file")
+    [source] = named_sources(file, {"text": "text"})
+    with pytest.raises(ValueError, match=r"a\.arrow cannot be read as Arrow"):
+        whole(source, window=4)

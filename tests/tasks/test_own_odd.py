@@ -361,7 +361,7 @@ def test_texts_that_repeat_are_kept_once_in_memory(tmp_path):
             assert row == {"text": texts[index], "list": lists[index].as_py(), "id": index}
         assert read._held <= 1.25 * 4 * 2**20
     assert read.reads <= 2 * 20
-    assert all(read.read(group)[1] <= read._groups[group, 3] for group in range(20))
+    assert all(read.read(group)[1] <= read._groups[group].size for group in range(20))
 
     # Whole columns are plain, in pieces.
     pieces = [*read.values("list")]

@@ -26,6 +26,7 @@ from oneloop.tasks.rows.rows import FINDINGS, Row, unusable
 _CACHE_VERSION = 4  # increase it if a check changes
 UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _SHOWN = 60  # characters of a value in a message
+_LOOSE = "it is next to the class folders"
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -191,10 +192,10 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         converted = Counter[str]()
         turned = 0
         bad = list[tuple[str, str]]()  # position and reason
-        for split, rows in source.parts.items():
+        for split, all_rows in source.parts.items():
+            rows = sampled(all_rows)
             if is_remote(rows):
                 source.skipped = None if skipped is None else []
-                rows = sampled(rows)
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
             count += len(rows)
             if is_remote(rows) and skipped is not None:
@@ -208,10 +209,9 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
         findings = FINDINGS.get()
         if findings is not None:
+            loose = [(str(file), _LOOSE) for file in loose_images(source.found)]
             findings.rows += count
-            findings.unusable += bad
-            for file in loose_images(source.found):
-                findings.unusable.append((str(file), "it is next to the class folders"))
+            findings.unusable += bad + loose
             findings.converted += converted
             findings.empty += empty
         elif bad and skipped is None:

@@ -145,12 +145,7 @@ def described(named: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """
     if len(named) <= _LISTED:
         return {"files": dict(named)}
-    digest = {
-        "count": len(named),
-        "bytes": sum(size for size, _ in named.values()),
-        "digest": key_of(named),
-    }
-    return {"files": digest}
+    return {"files": {"count": len(named), "digest": key_of(named)}}
 
 
 def _known(cache_file: Path) -> dict[str, Any]:

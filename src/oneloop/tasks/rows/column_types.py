@@ -73,10 +73,21 @@ def columns_of(rows: Iterable[tuple[Mapping[str, Any], object]]) -> Columns:
             objects.add(name)
             types[name] = pyarrow.string()
             continue
-        types[name], misfit = _type_of([*of_column.values()])
-        if misfit:
-            mixed[name] = misfit
-            del types[name]
+
+        # Widen the type to one example after the other.
+        kind = pyarrow.null()
+        values = []
+        for value, place in of_column.values():
+            values.append(value)
+            try:
+                kind = _arrow_type(values)
+            except (pyarrow.ArrowException, OverflowError):
+                shown = json.dumps(value, default=str)[:_SHOWN]
+                why = f"{shown} in {place} does not fit the type {kind} of others"
+                mixed[name] = f"{why}; write one type, such as text"
+                break
+        else:
+            types[name] = kind
 
     features = Features.from_arrow_schema(pyarrow.schema(types))
     for name in objects:
@@ -95,26 +106,6 @@ def _shape(value: Any) -> Any:
     import pyarrow
 
     return pyarrow.scalar(value).type  # in metadata of images
-
-
-def _type_of(examples: Sequence[tuple[Any, object]]) -> tuple[Any, str]:
-    """Return the Arrow type of these values, and the first one that does not fit, if there is one.
-
-    Args:
-        examples: the values, and their positions.
-    """
-    import pyarrow
-
-    kind = pyarrow.null()
-    for number, (value, place) in enumerate(examples, start=1):
-        values = [example for example, _ in examples[:number]]
-        try:
-            kind = _arrow_type(values)
-        except (pyarrow.ArrowException, OverflowError):
-            shown = json.dumps(value, default=str)[:_SHOWN]
-            why = f"{shown} in {place} does not fit the type {kind} of others"
-            return kind, f"{why}; write one type, such as text"
-    return kind, ""
 
 
 def _arrow_type(values: Sequence[Any]) -> Any:

@@ -21,6 +21,14 @@ _SHOWN = 60  # characters of a row in a message
 _BUFFER = 1 << 20  # bytes per read
 
 
+# by words in an error of Python's ``csv`` module: the reason in the words of a CSV file
+_CSV_REASONS = {
+    "expected after": "characters after a closing quote; write a quote within a quoted text twice "
+    '("")',
+    "unexpected end of data": "the file ends within a quoted text: a quote is not closed",
+}
+
+
 @dataclass(frozen=True)
 class FileRow:
     """A row of a file.
@@ -114,17 +122,26 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
                 for _, values, why in _records(file, stream, QUOTED_TSV, read):
                     # Begin with another field, because a single empty one would be quoted.
                     row = "\t" + "".join(read).strip("\r\n")
+                    columns = columns or len(values)
+                    if '"' not in row:
+                        continue
                     example = f"{row[1:_SHOWN]!r} in {file.name}"
                     if '\t"' in row:
                         begins = begins or example
-                    columns = columns or len(values)
-                    is_written = row == _written(["", *values]) and len(values) == columns
-                    if '"' in row and (why or not is_written):
+                    written = io.StringIO()
+                    csv.writer(written, csv.excel_tab).writerow(["", *values])
+                    is_written = row == written.getvalue().strip("\r\n")
+
+                    # A quotation may begin in the text of one row, and end in that of a later one.
+                    has_break = not set("\t\r\n").isdisjoint("".join(values))
+                    may_be_rows = columns > 1 and has_break and '""' not in row
+                    may_be_rows &= all(line.count("\t") + 1 == columns for line in read)
+                    if why or not is_written or len(values) != columns:
                         unlike = unlike or example
-                    elif '"' in row and _may_be_rows(values, read, columns):
+                    elif may_be_rows:
                         doubtful = doubtful or example
                     else:
-                        certain = certain or '"' in row
+                        certain = True
                     if begins and unlike:
                         break
         except (OSError, EOFError, ValueError):  # a quote that is not closed, or a damaged file
@@ -138,29 +155,6 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     return "tsv", ""
 
 
-def _may_be_rows(values: Sequence[str], lines: Sequence[str], columns: int) -> bool:
-    """Return whether the lines of a record with quotes may be rows without them.
-
-    A quotation may begin in the text of one row, and end in the text of a later one.
-
-    Args:
-        values: the fields of the record.
-        lines: its lines.
-        columns: number of fields of the first line of the file.
-    """
-    holds_a_break = not set("\t\r\n").isdisjoint("".join(values))
-    if columns == 1 or not holds_a_break or '""' in "".join(lines):
-        return False
-    return all(line.count("\t") + 1 == columns for line in lines)
-
-
-def _written(values: Sequence[str]) -> str:
-    """Return a row as a csv writer makes it, which quotes a field only if it must."""
-    row = io.StringIO()
-    csv.writer(row, csv.excel_tab).writerow(values)
-    return row.getvalue().strip("\r\n")
-
-
 def csv_columns(file: Path, kind: str) -> list[str]:
     """Return the names of the columns of a file.
 
@@ -172,12 +166,20 @@ def csv_columns(file: Path, kind: str) -> list[str]:
         ValueError: the first line cannot be read, or names a column twice.
     """
     with _opened(file) as stream:
-        for _, names, why in _records(file, stream, kind, []):
-            if why:
-                raise ValueError(f"{file}, line 1: {why}")
-            if names:
-                return _checked_columns(file, names)
-    raise ValueError(f"{file} is empty")
+        _, names, why = next(_records(file, stream, kind, []), (1, [], "the file is empty"))
+    if why:
+        raise ValueError(f"{file}, line 1: {why}")
+    if names[0].startswith("sep=") and not "".join(names[1:]):
+        raise ValueError(
+            f"{file} begins with {names[0]!r}, a line for spreadsheets; remove it, and separate "
+            "values by commas"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+        if not _is_utf8(name):
+            raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8")
+    return names
 
 
 def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
@@ -216,7 +218,9 @@ def _records(
         except StopIteration:
             break
         except csv.Error as error:
-            why = _csv_reason(str(error))
+            why = str(error)
+            for words, reason in _CSV_REASONS.items():
+                why = reason if words in why else why
             # With an odd number of quotes, the record may go on in the next lines.
             is_last = len(read) == 1 and "file ends" in why
             if "".join(read).count('"') % 2 and not is_last:
@@ -236,31 +240,6 @@ def _remembered(lines: Iterable[str], read: list[str]) -> Iterator[str]:
     for line in lines:
         read.append(line)
         yield line
-
-
-def _csv_reason(error: str) -> str:
-    """Return the reason of an error of Python's ``csv`` module, in the words of a CSV file."""
-    if "expected after" in error:
-        return 'characters after a closing quote; write a quote within a quoted text twice ("")'
-    if "unexpected end of data" in error:
-        return "the file ends within a quoted text: a quote is not closed"
-    return error
-
-
-def _checked_columns(file: Path, names: list[str]) -> list[str]:
-    """Return the names of the columns. Raise ValueError if one is there twice."""
-    if names[0].startswith("sep=") and not "".join(names[1:]):
-        raise ValueError(
-            f"{file} begins with {names[0]!r}, a line for spreadsheets; remove it, and separate "
-            "values by commas"
-        )
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
-    for name in names:
-        if not _is_utf8(name):
-            raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8")
-    return names
 
 
 def _text_row(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:

@@ -93,11 +93,8 @@ def found(
     if str(where).startswith("file:") and not str(where).startswith("file:///"):
         raise ValueError("file:// needs a path: file:///FOLDER")
     root = Path(str(where).removeprefix("file://")).expanduser()
-    endings = _endings(kinds)
     if not root.exists():
-        raise ValueError(
-            f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
-        )
+        raise ValueError(f"{str(where)!r} is not a file or folder; give the path of the data")
     there = [root] if root.is_file() else sorted(_files(root))
     made = chosen(there, root, kinds, whole=whole)
     if made.kind != "tsv":
@@ -131,7 +128,6 @@ def chosen(
     """
     wanted = set(kinds)
     where = where or str(root)
-    endings = _endings(wanted)
     names = set(there)
     for file in there:
         if file.suffix.lower() in COMPRESSED and file.with_suffix("") in names:
@@ -155,6 +151,7 @@ def chosen(
         elif not _AUXILIARY.fullmatch(file.name):
             others[file.suffix.lower() or "without an ending"] += 1
     if not by_kind:
+        endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
         raise ValueError(f"{where!r} holds no data; give a file, or a folder of {endings} files")
 
     # Drop what is not data, such as a README: metadata.csv belongs to an image folder.
@@ -163,9 +160,7 @@ def chosen(
             by_kind[kind] = [file for file in by_kind[kind] if not _AUXILIARY.fullmatch(file.name)]
         by_kind = {kind: files for kind, files in by_kind.items() if files}
     if len(by_kind) > 1:
-        described = [
-            f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
-        ]
+        described = [f"{len(files)} of {kind} ({files[0].name})" for kind, files in by_kind.items()]
         raise ValueError(
             f"{where!r} holds files of several kinds: {' and '.join(described)}; keep one "
             "kind, or move the others away"
@@ -183,12 +178,6 @@ def chosen(
     if not whole and files != [root]:
         parts = parted(files, root, kind, where)
     return Found(root, kind, parts, notes, where)
-
-
-def _endings(kinds: Iterable[str]) -> str:
-    """Return the endings of these kinds of files, for messages."""
-    wanted = set(kinds)
-    return ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
 
 
 def kind_of(file: PurePath) -> str | None:
@@ -269,30 +258,24 @@ def parted(
         parts.setdefault(next(filter(None, splits), ""), []).append(file)
         words += [(file, name) for name in names]
 
-    if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
-        if all(file.suffix != ".py" for file in files):
+    # Code often has the names of splits, too.
+    is_code = [file.suffix == ".py" for file in files]
+    in_root = any(file.parent == root for file in parts.get("validation", []))
+    are_splits = kind != "text" or (not all(is_code) and ("train" in parts or in_root))
+    if set(parts) == {""} or not are_splits:
+        if not any(is_code):
             _reject_unlike(words, where)
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
-    if "" in parts:
+    if "" in parts or "train" not in parts:
+        lacking = "no training data"
+        if "" in parts:
+            lacking = f"{below(parts[''][0], root)} belongs to no split"
         raise ValueError(
-            f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
-            "split; name the training data train.…, or put it into a folder train/, or move the "
-            "others away"
-        )
-    if "train" not in parts:
-        raise ValueError(
-            f"{where!r} has files of {there}, but no training data; name the training data "
-            "train.…, or put it into a folder train/, or move the others away"
+            f"{where!r} has files of {there}, but {lacking}; name the training data train.…, or "
+            "put it into a folder train/, or move the others away"
         )
     return parts
-
-
-def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
-    """Return whether the names of text files mean splits; code often has such names, too."""
-    if all(file.suffix == ".py" for files in parts.values() for file in files):
-        return False
-    return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
 def _names(

@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -217,18 +218,14 @@ def first_columns(
             available = str(error.__cause__).partition("; ")[2]
 
     # Name the choices that need the fewest keys, and their columns that are missing.
-    wanted = [[key for key, name in columns.items() if name] for columns in choices]
-    fewest = []
-    needed = set[str]()
-    for columns, keys in zip(choices, wanted, strict=True):
-        if not any(set(other) < set(keys) for other in wanted):
-            fewest.append(" and ".join(keys))
-            needed.update(columns[key] for key in keys)
+    named = [{key: name for key, name in columns.items() if name} for columns in choices]
+    fewest = [one for one in named if not any(other.keys() < one.keys() for other in named)]
+    needed = set(chain.from_iterable(one.values() for one in fewest))
     lacking = [repr(name) for name in missing if name in needed]
-    options = dict.fromkeys(f"task.{key}" for keys in wanted for key in keys)
+    options = dict.fromkeys(f"task.{key}" for key in chain.from_iterable(named))
     raise ValueError(
-        f"{source.where}: {available}; oneloop needs {' or '.join(fewest)}, and cannot find "
-        f"{' and '.join(lacking)}; name other columns with {' or '.join(options)}"
+        f"{source.where}: {available}; oneloop needs {' or '.join(map(' and '.join, fewest))}, and "
+        f"cannot find {' and '.join(lacking)}; name other columns with {' or '.join(options)}"
     )
 
 
@@ -247,12 +244,11 @@ def _named(
                 splits[split] = with_texts(rows, rows.types, source.skipped)
         return splits
     except NoColumn as error:
-        keys: dict[str, None] = {}
-        for key, name in source.columns.items():
-            if name == error.column:
-                # negatives_1 is the first of task.negatives
-                keys[f"task.{key.rstrip('_0123456789')}"] = None
-        raise ValueError(f"{error}; name another with {' or '.join(keys)}") from error
+        # negatives_1 is the first of task.negatives
+        keys = [key.rstrip("_0123456789") for key in source.columns]
+        named = zip(keys, source.columns.values(), strict=True)
+        options = dict.fromkeys(f"task.{key}" for key, name in named if name == error.column)
+        raise ValueError(f"{error}; name another with {' or '.join(options)}") from error
 
 
 def _rows_of(
@@ -276,11 +272,17 @@ def _rows_of(
         files = replace(files, classes=class_folders(files, source.known))
     source.found = files
 
-    splits = {}
+    splits = dict[str, Rows]()
     lacking = {}
     for split in sorted(files.parts, key="test".__eq__):  # test is the last one
+        of_split = replace(files, parts={split: files.parts[split]})
         try:
-            splits[split] = _rows_of_split(files, split, columns, source, window)
+            if isinstance(of_split, RemoteFound):
+                splits |= of_split.rows(columns, window=window)
+            elif files.kind == "parquet":
+                splits |= parquets(of_split, columns, window=window)
+            else:
+                splits[split] = table_of(files, split, columns, source.skipped)
         except NoColumn as error:
             lacking[split] = error
 
@@ -292,18 +294,6 @@ def _rows_of(
         return splits
     reject_some([*lacking.values()], len(files.parts))
     return splits
-
-
-def _rows_of_split(
-    files: Found[Any], split: str, columns: Sequence[str], source: Source, window: int
-) -> Rows:
-    """Return the rows of one split of files."""
-    of_split = replace(files, parts={split: files.parts[split]})
-    if isinstance(of_split, RemoteFound):
-        return of_split.rows(columns, window=window)[split]
-    if files.kind == "parquet":
-        return parquets(of_split, columns, window=window)[split]
-    return table_of(files, split, columns, source.skipped)
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
@@ -383,9 +373,10 @@ def sets_of(
     each = []
     for source in sources:
         made = while_reading(make(source), source.checks)
+        skip = source.skipped is not None
         sets = {}
         for split, rows in source.parts.items():
-            sets[split] = Mapped(rows, made, skip=is_remote(rows) and source.skipped is not None)
+            sets[split] = Mapped(rows, made, skip=skip and is_remote(rows))
         each.append(sets)
     return combined(sources, each)
 
@@ -413,12 +404,8 @@ def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> di
         return dict(each[0])
     made = {}
     for split in ("train", "validation", "test"):
-        sets = {}
-        weights = []
-        for source, of_source in zip(sources, each, strict=True):
-            if split in of_source:
-                sets[source.name] = of_source[split]
-                weights.append(source.weight)
-        if sets:
-            made[split] = Mixture(sets, weights)
+        there = [pair for pair in zip(sources, each, strict=True) if split in pair[1]]
+        if there:
+            sets = {source.name: of_source[split] for source, of_source in there}
+            made[split] = Mixture(sets, [source.weight for source, _ in there])
     return made

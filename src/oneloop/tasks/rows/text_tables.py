@@ -20,7 +20,7 @@ from oneloop.tasks.rows.csv_json_lines import FileRow, csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.objects import with_fields
 
-_VERSION = 8  # version of the conversion; increase it if the result for the same files changes
+_VERSION = 9  # version of the conversion; increase it if the result for the same files changes
 _ROWS = 1000  # rows of a batch
 _STARTED = time.time()  # of this process
 
@@ -65,7 +65,6 @@ def converted(
     Raises:
         ValueError: a file cannot be read.
     """
-    import pyarrow
     from datasets import Dataset
 
     filled = [file for file in files if file.stat().st_size]
@@ -73,19 +72,11 @@ def converted(
         raise ValueError(f"{found.root}: {files[0].name} is empty")
     key = key_of(_VERSION, found.kind, split, content, *fields)
     with alone(f"tables/{key}.arrow") as path:
-        # Try twice: a table that cannot be opened is rebuilt once.
         report_file = path.with_suffix(".json")
-        for again in (False, True):
-            if not _intact(path, report_file):
-                _convert(found.kind, filled, path, report_file, fields)
-            try:
-                dataset = Dataset.from_file(str(path))
-                report = json.loads(report_file.read_text())
-                break
-            except (pyarrow.ArrowInvalid, OSError, ValueError):
-                if again:
-                    raise
-                path.unlink(missing_ok=True)
+        report = _intact(path, report_file) or _convert(
+            found.kind, filled, path, report_file, fields
+        )
+        dataset = Dataset.from_file(str(path))
 
     names = {first: str(filled[number]) for number, first in enumerate(report["firsts"])}
     unreadable = []
@@ -94,27 +85,29 @@ def converted(
     return Converted(dataset, names, unreadable, report["mixed"])
 
 
-def _intact(table: Path, report_file: Path) -> bool:
-    """Return whether the table has the checksum in its report.
+def _intact(table: Path, report_file: Path) -> dict[str, Any] | None:
+    """Return the report of a conversion; None if it or the table is missing or damaged.
 
-    Skip the check if another process did it after this one started.
+    Skip the checksum of the table if another process verified it after this one started.
     """
     try:
-        if report_file.stat().st_mtime > _STARTED:
-            return table.exists()
-        with Working("verifying the cached rows"):
-            if json.loads(report_file.read_text())["checksum"] != checksum_of(table):
-                return False
-    except (OSError, ValueError):  # a file is missing or damaged
-        return False
-    os.utime(report_file)
-    return True
+        report: dict[str, Any] = json.loads(report_file.read_text())
+        if report["bytes"] != table.stat().st_size:
+            return None
+        if report_file.stat().st_mtime <= _STARTED:
+            with Working("verifying the cached rows"):
+                if report["checksum"] != checksum_of(table):
+                    return None
+            os.utime(report_file)
+    except (OSError, ValueError, KeyError):
+        return None
+    return report
 
 
 def _convert(
     kind: str, files: Sequence[Path], table: Path, report_file: Path, fields: Sequence[str]
-) -> None:
-    """Write the table of these files, and what the conversion noticed."""
+) -> dict[str, Any]:
+    """Write the table of these files; store and return what the conversion noticed."""
     draft = table.with_suffix(f".{os.getpid()}.draft")
     report: dict[str, Any] = {"firsts": [], "unreadable": [], "mixed": {}}
     try:
@@ -124,12 +117,13 @@ def _convert(
             columns = _columns(files, kind, fields)
             report["mixed"] = columns.mixed
             _write(_batches(files, kind, columns, fields, report), draft)
-        report["checksum"] = checksum_of(draft)
+        report |= {"bytes": draft.stat().st_size, "checksum": checksum_of(draft)}
         draft.replace(table)
         with replacing(report_file) as file:
             file.write_text(json.dumps(report))
     finally:
         draft.unlink(missing_ok=True)
+    return report
 
 
 def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns:
@@ -141,7 +135,11 @@ def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns
     import pyarrow
 
     if kind == "json":
-        return columns_of(_values_and_places(files, fields))
+        return columns_of(
+            (_values(row, fields), f"line {row.line} of {file.name}")
+            for file in files
+            for row in file_rows(file, kind)
+        )
     names = ["text"]
     if kind != "text":
         names = csv_columns(files[0], kind)
@@ -153,15 +151,6 @@ def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns
                     f"{', '.join(names)}"
                 )
     return Columns(pyarrow.schema([(name, pyarrow.large_string()) for name in names]))
-
-
-def _values_and_places(
-    files: Sequence[Path], fields: Sequence[str]
-) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Yield the values and the position of each row of JSON files."""
-    for file in files:
-        for row in file_rows(file, "json"):
-            yield _values(row, fields), f"line {row.line} of {file.name}"
 
 
 def _values(row: FileRow, fields: Sequence[str]) -> Mapping[str, Any]:
