@@ -51,13 +51,12 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
     Args:
         file: the file.
-        kind: ``json`` (JSON Lines, or one JSON list), ``text`` (the file is one row), or one of
-            :data:`DIALECTS`.
+        kind: ``json`` (JSON Lines, or one JSON list), or one of :data:`DIALECTS`.
 
     Raises:
         ValueError: the whole file cannot be read.
     """
-    read = {"json": _json_rows, "text": _text_row}.get(kind, _csv_rows)
+    read = _json_rows if kind == "json" else _csv_rows
     with _opened(file) as stream:
         try:
             yield from read(file, stream, kind)
@@ -240,12 +239,6 @@ def _remembered(lines: Iterable[str], read: list[str]) -> Iterator[str]:
     for line in lines:
         read.append(line)
         yield line
-
-
-def _text_row(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
-    """Yield the text of a file as a row. Some programs begin it with a byte order mark."""
-    text = stream.read().decode("utf-8-sig", "surrogateescape")
-    yield _storable(1, {"text": text}, check=True)
 
 
 def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:

@@ -1,4 +1,4 @@
-"""Files of rows (JSON Lines, csv, texts) as memory-mapped Arrow.
+"""Files of rows (JSON Lines, csv) as memory-mapped Arrow.
 
 They are converted once, and cached by content.
 """
@@ -140,16 +140,14 @@ def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns
             for file in files
             for row in file_rows(file, kind)
         )
-    names = ["text"]
-    if kind != "text":
-        names = csv_columns(files[0], kind)
-        for file in files[1:]:
-            columns = csv_columns(file, kind)
-            if sorted(columns) != sorted(names):
-                raise ValueError(
-                    f"{file} has the columns {', '.join(columns)}, and {files[0].name} has "
-                    f"{', '.join(names)}"
-                )
+    names = csv_columns(files[0], kind)
+    for file in files[1:]:
+        columns = csv_columns(file, kind)
+        if sorted(columns) != sorted(names):
+            raise ValueError(
+                f"{file} has the columns {', '.join(columns)}, and {files[0].name} has "
+                f"{', '.join(names)}"
+            )
     return Columns(pyarrow.schema([(name, pyarrow.large_string()) for name in names]))
 
 
