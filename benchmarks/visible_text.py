@@ -12,6 +12,7 @@ as visible.
 from __future__ import annotations
 
 import argparse
+import html
 import json
 import os
 import subprocess
@@ -89,7 +90,7 @@ def main() -> None:
         texts[f"{run.name}.page"] = page_lines(report([run]))
         about = read_manifest(run / "final")["about"]
         card = model_card(run, f"org/{run.name}", about, licence="mit", language_model=True)
-        texts[f"{run.name}.card"] = card.splitlines()
+        texts[f"{run.name}.card"] = html.unescape(card).splitlines()
         texts[f"{run.name}.watch"] = printed(["watch", "--once", str(run)])
     given.to.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():

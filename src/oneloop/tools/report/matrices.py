@@ -4,6 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from markupsafe import escape
+
 from oneloop.tools.run_reader import Record, number
 
 Matrix = dict[str, Any]
@@ -71,25 +73,12 @@ def heat_map(name: str, table: Matrix) -> tuple[str, dict[str, Any], tuple[str, 
         total = sum(row)
         shares.append([count / total if total else 0 for count in row])
 
-    # Shade a cell by its share; show its count.
+    # Shade a cell by its share; show its count. plotly interprets HTML in names.
     trace = {
-        "type": "heatmap",
-        "x": table["columns"],
-        "y": table["rows"],
+        "x": list(map(escape, table["columns"])),
+        "y": list(map(escape, table["rows"])),
         "z": shares,
         "customdata": counts,
-        "name": "samples",
-        "zmin": 0,
-        "zmax": 1,
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": [
-            [0, "rgba(47,111,222,0.0)"],
-            [0.02, "rgba(47,111,222,0.15)"],
-            [1, "rgba(47,111,222,0.55)"],
-        ],
-        "hovertemplate": "true %{y}, predicted %{x}: %{customdata}<extra></extra>",
     }
     if max(len(table["rows"]), len(table["columns"])) <= 20:
         trace["text"] = [[_text(count) for count in row] for row in counts]
