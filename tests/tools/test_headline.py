@@ -14,7 +14,7 @@ from oneloop.tools.report.charts import axes, charts
 from oneloop.tools.report.curve_groups import grouped
 from oneloop.tools.report.example_pages import sample_cards
 from oneloop.tools.report.examples import matrices
-from oneloop.tools.report.headline import comparison, ranked
+from oneloop.tools.report.headline import comparison, ranked, short
 from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import read_record
@@ -62,11 +62,8 @@ def test_the_best_run_is_first_and_one_without_a_value_last(tmp_path):
     assert [run.name for run in ranking.runs] == ["fell", "good", "nothing"]
     table = comparison(ranking)
     assert table["head"][:3] == ["run", "best eval/accuracy", "optimizer.lr"]
-    assert [row[:3] for row in table["rows"]] == [
-        ["fell", 0.9, 0.01],
-        ["good", 0.8, 0.1],
-        ["nothing", "–", 1.0],
-    ]
+    cells = [[short(cell) for cell in row[:3]] for row in table["rows"]]
+    assert cells == [["fell", "0.9", "0.01"], ["good", "0.8", "0.1"], ["nothing", "–", "1"]]
     page = report(folders)
     assert "the best one first: by the largest eval/accuracy" in page
     assert '<tr class="best"><td>fell</td>' in page

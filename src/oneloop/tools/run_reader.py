@@ -26,6 +26,7 @@ LOG = "metrics.jsonl"
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _MOST_YAML = 1 << 20  # bytes of a YAML file
 _EVENTS = 2000  # newest events kept of a run
+_NUMBERS = (float, int)
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
 
 Point = tuple[int, float]  # step and value
@@ -127,12 +128,9 @@ class Record:
         if math.isfinite(now):
             self.time = now
         for name, value in line.items():
-            if "/" not in name:
+            if "/" not in name or (type(value) not in _NUMBERS and value not in _NOT_FINITE):
                 continue
-            if type(value) is not float:  # the usual case, so it is checked first
-                if type(value) is not int and value not in _NOT_FINITE:
-                    continue
-                value = number(value)
+            value = number(value)
             self.curves[name][weights].add(step, value)
             if name.startswith("share/") and math.isfinite(value):
                 self.spent[name.removeprefix("share/")] += value * seconds
@@ -176,10 +174,6 @@ class Record:
         """Return whether the run has ended and cannot continue."""
         return str(self.summary.get("exit_reason")).startswith(("done", "early stop"))
 
-    def metrics(self) -> list[str]:
-        """Return the names of all metrics, in order of appearance."""
-        return list(self.curves)
-
     def weights(self) -> list[str]:
         """Return the names of the evaluated weights: raw, and the EMAs."""
         names: dict[str, None] = {}
@@ -198,14 +192,12 @@ def number(value: Any) -> float:
 
     NaN and Inf are logged as text.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if isinstance(value, str) and value in _NOT_FINITE:
+    if type(value) not in _NUMBERS and value not in _NOT_FINITE:
+        return math.nan
+    try:
         return float(value)
-    return math.nan
+    except OverflowError:
+        return math.inf
 
 
 def log_lines(folder: Path) -> Iterator[dict[str, Any]]:

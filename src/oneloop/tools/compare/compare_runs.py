@@ -25,8 +25,6 @@ from oneloop.tools.run_reader import (
 from oneloop.tools.terminal_charts import chart
 
 _HEIGHT = 12  # lines of a chart, with its legend and its axis
-_MIN_WIDTH = 36  # columns of a chart
-_TWO_CHARTS = 112  # columns from which two charts are side by side
 _SPEED = "train/samples_per_second"
 _RATES = ("train/grad_norm", "speed/tokens_per_second", _SPEED)
 
@@ -81,22 +79,16 @@ def view(
     """
     groups = [[name] for name in metrics] or _usual(runs)
     rows = [*_rows(runs)]
-    columns = 2 if width >= _TWO_CHARTS else 1
     if height:
         rows = rows[: max(1, height - 2 - _HEIGHT)]
-        groups = groups[: columns * max(1, (height - 2 - len(rows)) // _HEIGHT)]
-
-    width = max(_MIN_WIDTH, width // columns - 1)
-    charts = []
+        groups = groups[: max(1, (height - 2 - len(rows)) // _HEIGHT)]
+    parts: list[RenderableType] = []
+    parts.append(_table(["metric", *(run.name for run in runs)], rows, one_line=height > 0))
     for names in groups:
         series = [curve for name in names for curve in _curves(runs, name)]
         head = f"{', '.join(names)}:  " if len(runs) > 1 or not series else ""
-        charts.append(chart(series, head=head, width=width, height=_HEIGHT - 3))
-    grid = Table.grid(*([""] * columns), padding=(0, 1, 0, 0))
-    for at in range(0, len(charts), columns):
-        grid.add_row(*charts[at : at + columns])
-    table = _table(["metric", *(run.name for run in runs)], rows, one_line=height > 0)
-    return Group(table, grid)
+        parts.append(chart(series, head=head, width=max(width, 36), height=_HEIGHT - 3))
+    return Group(*parts)
 
 
 def _usual(runs: Sequence[Record]) -> list[list[str]]:
@@ -117,7 +109,7 @@ def _usual(runs: Sequence[Record]) -> list[list[str]]:
 
 def _logged(runs: Sequence[Record], beginnings: tuple[str, ...]) -> list[str]:
     """Return the names of metrics that begin with one of these words, in order, once each."""
-    names = dict.fromkeys(name for run in runs for name in run.metrics())
+    names = dict.fromkeys(name for run in runs for name in run.curves)
     return [name for name in names if name.startswith(beginnings)]
 
 

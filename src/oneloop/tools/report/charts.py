@@ -64,7 +64,7 @@ def _time_unit(runs: Sequence[Record]) -> tuple[str, int]:
 
 def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     curves = _Curves(runs)
-    names = dict.fromkeys(name for run in runs for name in run.metrics())
+    names = dict.fromkeys(name for run in runs for name in run.curves)
     yield curves.chart("Loss (train: mean since the previous point)", "train/loss", "eval/loss")
 
     # The task's own metrics: in evaluations, in training, and others.
@@ -160,7 +160,7 @@ class _Curves:
     def shares(self, run: Record) -> dict[str, Any]:
         """Return a chart of stacked areas: the phases' shares of the time."""
         stacked = []
-        names = [name for name in run.metrics() if name.startswith("share/")]
+        names = [name for name in run.curves if name.startswith("share/")]
         for number, name in enumerate(names[: len(_COLOURS)]):
             for trace in self._traces(run, name, colour=number, label=name.removeprefix("share/")):
                 if any(trace["y"]):

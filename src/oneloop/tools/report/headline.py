@@ -71,7 +71,7 @@ def comparison(ranking: Ranking) -> dict[str, Any]:
     metric, upward, runs = ranking
     changed = differences(runs)
     shown = changed[:_KEYS]
-    every = dict.fromkeys(name for run in runs for name in run.metrics())
+    every = dict.fromkeys(name for run in runs for name in run.curves)
     names = [name for name in every if name.startswith(("eval/", "test/"))]
     title = "Runs"
     head = ["run"]
@@ -86,13 +86,13 @@ def comparison(ranking: Ranking) -> dict[str, Any]:
     for index, run in enumerate(runs, 1):
         row: list[Any] = [run.name]
         if metric:
-            row.append(_or_dash(best(run, metric, upward)))
+            row.append(best(run, metric, upward))
         row += [values[index] for values in shown]
         for name in names:
             values = run.curve(name, "raw")[1]
-            row.append(_or_dash(values[-1] if values else math.nan))
+            row.append(values[-1] if values else math.nan)
         step = "–" if run.last is None else f"{run.last:,}"
-        seconds = _or_dash(number(run.summary.get("seconds")))
+        seconds = number(run.summary.get("seconds"))
         end = run.summary.get("exit_reason") or "not yet"
         rows.append([*row, step, seconds, end])
     return {
@@ -105,12 +105,10 @@ def comparison(ranking: Ranking) -> dict[str, Any]:
     }
 
 
-def _or_dash(value: float) -> Any:
-    return "–" if math.isnan(value) else value
-
-
 def short(value: Any) -> str:
-    """Return a text for a cell: a float has four digits."""
+    """Return a text for a cell: a float has four digits, and NaN is a dash."""
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return "–"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

@@ -12,7 +12,7 @@ import gzip
 import hashlib
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,10 +32,9 @@ from oneloop.tools.report.charts import axes, charts, constant
 from oneloop.tools.report.example_pages import sample_cards
 from oneloop.tools.report.headline import comparison, ranked, short
 from oneloop.tools.report.matrices import matrices_of, of_classes
-from oneloop.tools.run_reader import Record, distinct, entries, number, read_record
+from oneloop.tools.run_reader import Record, distinct, number, read_record
 
 _DIGEST = 32  # bytes of SHA-256
-_SHOWN_IDS = 32  # samples of an event in the table, at most
 
 
 def report(folders: Sequence[Path]) -> str:
@@ -98,6 +97,7 @@ def _page(runs: list[Record]) -> str:
         lstrip_blocks=True,
     )
     environment.filters["short"] = short
+    environment.filters["shell"] = shlex.join
     environment.filters["whole"] = lambda value: f"{number(value):,.0f}"
 
     # Allow these two scripts, and nothing else, by the content security policy.
@@ -119,19 +119,16 @@ def _page(runs: list[Record]) -> str:
 
 def _shown(run: Record, *, several: bool) -> dict[str, Any]:
     """Return what the page shows of a run, besides charts."""
-    of = f" of {run.name}" if several else ""
-    events_title, events = _events(run)
+    tables = {name: of_classes(matrix) for name, matrix in matrices_of(run.examples).items()}
     return {
-        "name": run.name,
-        "of": of,
         "record": run,
+        "name": run.name,
+        "of": f" of {run.name}" if several else "",
         "rate": constant(run, "train/lr"),
         "sentences": [*sentences(run)],
         "samples": sample_cards(run.examples),
-        "classes": [*_classes(run, of)],
-        "events_title": events_title,
-        "events": events,
-        "command": _command(run.environment),
+        "classes": tables,
+        "words": _words(run.environment.get("command")),
         "recipe": yaml_text(run.recipe),
         "environment": yaml_text(run.environment),
     }
@@ -165,58 +162,14 @@ def _base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def _classes(run: Record, of: str) -> Iterator[dict[str, Any]]:
-    """Yield a table of the classes of each matrix, which says how often each is right."""
-    for name, matrix in matrices_of(run.examples).items():
-        lines = of_classes(matrix)
-        if lines:
-            title = "Classes" if name == "confusion" else f"Classes by {name}"
-            yield {"title": f"{title}{of}", "lines": lines}
+def _words(command: Any) -> list[str]:
+    """Return the arguments of a command that repeats a run in another folder.
 
-
-def _events(run: Record) -> tuple[str, list[tuple[Any, ...]]]:
-    """Return the title and the lines of the table of events."""
-    lines = []
-    for event in run.events:
-        samples = ", ".join(map(str, _list(event.get("ids"))[:_SHOWN_IDS]))
-        lines.append((event["step"], event["event"], event.get("why", ""), samples))
-    counts = ", ".join(f"{kind} {count}" for kind, count in run.event_counts.items())
-    title = f"Events of {run.name}: {counts}"
-    if run.event_counts.total() > len(lines):
-        title += f"; the newest {len(lines):,}"
-    return title, lines
-
-
-def _command(environment: Mapping[str, Any]) -> str:
-    """Return the command that repeats a run in another folder."""
-    # Change the folder, because a finished run's folder rejects another run.
-    arguments = [str(word) for word in _list(environment.get("command"))[1:]]
-    if "--run.dir" in arguments[:-1]:
-        at = arguments.index("--run.dir") + 1
-        arguments[at] = f"{arguments[at]}-again"
-    else:
-        arguments += ["--run.dir", "runs/again"]
-
-    processes = environment.get("processes", 1)
-    if not isinstance(processes, int):
-        processes = 1
-    settings = entries(environment.get("accelerate"))
-    precision = str(settings.get("ACCELERATE_MIXED_PRECISION", "no"))
-    if str(settings.get("ACCELERATE_USE_FSDP", "false")).lower() == "true":
-        config = "fsdp2"
-    elif processes > 1:
-        config = "ddp"
-    else:
-        config = "single"
-
-    options = ["--config_file", config]
-    if processes > 1:
-        options += ["--num_processes", str(processes)]
-    if precision != "no":
-        options += ["--mixed_precision", precision]
-    return shlex.join(["oneloop", "launch", *options, *arguments])
-
-
-def _list(value: Any) -> list[Any]:
-    """Return the value if it is a list; else an empty one, because files may be damaged."""
-    return value if isinstance(value, list) else []
+    A finished run's folder rejects another run.
+    """
+    words = list(map(str, command[1:])) if isinstance(command, list) else []
+    if "--run.dir" in words[:-1]:
+        at = words.index("--run.dir") + 1
+        words[at] = f"{words[at]}-again"
+        return words
+    return [*words, "--run.dir", "runs/again"]
