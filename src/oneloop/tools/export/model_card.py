@@ -26,7 +26,6 @@ _KINDS = {
     "seq2seq": "text2text-generation",
 }
 """the hub's task names (pipeline tags) by oneloop's"""
-_LIBRARIES = ("oneloop", "torch", "transformers", "peft")  # whose versions a card names
 _ROWS = 20  # of the table of data, at most
 _RECIPE_KEYS = ("seed", "duration")  # keys of the recipe that a card shows, before the groups
 _RECIPE_GROUPS = ("task", "batch", "optimizer", "schedule")
@@ -90,7 +89,6 @@ def model_card(
     )
     environment.filters["cell"] = _cell
     environment.filters["whole"] = lambda value: f"{number(value):,.0f}"
-    installed = entries(record.environment.get("versions"))
     inputs = entries(record.environment.get("inputs")).items()
     return environment.get_template("model_card.md").render(
         head=head.to_yaml(),
@@ -99,7 +97,7 @@ def model_card(
         base=base,
         summary=record.summary,
         weights=about.get("weights"),
-        versions={library: installed[library] for library in _LIBRARIES if library in installed},
+        versions=entries(record.environment.get("versions")),
         metrics=metrics,
         inputs=[(input, text) for input, text in inputs if " set, " in input][:_ROWS],
         details=details,
@@ -110,25 +108,17 @@ def model_card(
 
 def _sources(data: Any) -> list[str]:
     """Return the sources that task.data names: one, or those of a mixture."""
-    if data is None:
-        return []
     if not isinstance(data, list):
-        return [str(data)]
-    sources = []
-    for entry in data:
-        if entry.get("data") is not None:
-            sources.append(str(entry["data"]))
-    return sources
+        return [] if data is None else [str(data)]
+    return [str(entry["data"]) for entry in data if entry.get("data") is not None]
 
 
 def _metrics(record: Record) -> dict[str, float]:
     """Return the finite evaluation and test metrics of the summary."""
     metrics = {}
     for name, value in record.summary.items():
-        if not name.startswith(("eval/", "test/")):
-            continue
-        if isinstance(value, int | float) and math.isfinite(value):
-            metrics[name] = value
+        if name.startswith(("eval/", "test/")) and math.isfinite(number(value)):
+            metrics[name] = number(value)
     return metrics
 
 

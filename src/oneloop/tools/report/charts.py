@@ -21,6 +21,7 @@ _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#
 _MANY = 12  # curves of a chart, above which it has no legend
 _TABLE_ROWS = 200  # of a chart, at most
 _UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
+_EVALUATION = ("eval/", "test/")
 _TRAINING = ("train/", "speed/", "share/", "memory/")
 _SINGLE = {
     "train/lr": "Learning rate",
@@ -68,14 +69,12 @@ def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     yield curves.chart("Loss (train: mean since the previous point)", "train/loss", "eval/loss")
 
     # The task's own metrics: in evaluations, in training, and others.
-    evaluated, trained, others = [], [], []
-    for name in names:
-        if name.startswith("eval/") and name != "eval/loss":
-            evaluated.append(name)
-        elif name.startswith("train/") and name not in ("train/loss", "train/epoch", *_SINGLE):
-            trained.append(name)
-        elif not name.startswith((*_TRAINING, "eval/", "test/", "profile/")):
-            others.append(name)
+    own = [
+        name for name in names if name not in ("eval/loss", "train/loss", "train/epoch", *_SINGLE)
+    ]
+    evaluated = [name for name in own if name.startswith("eval/")]
+    trained = [name for name in own if name.startswith("train/")]
+    others = [name for name in own if not name.startswith((*_TRAINING, *_EVALUATION, "profile/"))]
     yield from curves.groups(evaluated, lambda name: name.removeprefix("eval/"))
     yield from curves.groups(trained, lambda name: f"In training: {name.removeprefix('train/')}")
     yield from curves.groups(others, lambda name: name.replace("/", ": "))
@@ -165,7 +164,11 @@ class _Curves:
             for trace in self._traces(run, name, colour=number, label=name.removeprefix("share/")):
                 if any(trace["y"]):
                     colour = trace["line"]["color"]
-                    area = {"stackgroup": "one", "fillcolor": colour, "line": {"width": 0}}
+                    area = {
+                        "stackgroup": "one",
+                        "fillcolor": colour,
+                        "line": {"color": colour, "width": 0},
+                    }
                     stacked.append({**trace, **area, "mode": "lines"})
         return _chart(f"Shares of the time between log lines{self.of(run)}", stacked)
 
@@ -197,14 +200,13 @@ class _Curves:
             if weights not in (None, "raw"):
                 words.append(f"({weights})")
 
+            # Curves of evaluations are dots (raw weights) or dashes (EMAs), if they must differ.
             number = colour
             if number is None:
                 number = 1 + run.weights().index(weights) if weights else 0
-            dash = "solid"
-            if weights is not None and not label:
-                dash = "dot" if weights == "raw" else "dash"
-            elif label and weights == "raw" and len(run.weights()) > 1:
-                dash = "dot"
+            dash = {None: "solid", "raw": "dot"}.get(weights, "dash")
+            if label and len(run.weights()) < 2:
+                dash = "solid"
 
             # Positions of the steps on the other axes.
             positions: dict[str, Any] = {"step": steps}
