@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -17,9 +18,11 @@ import torch
 from pyarrow import parquet
 
 from oneloop.basics.bucket import StoreError
+from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import order_of
 from oneloop.data.step_batches import CollateWithWeight, groups
+from oneloop.tasks.rows.remote import row_group_cache
 from oneloop.tasks.rows.remote.data_sets import remote_found
 from oneloop.tasks.rows.remote.remote_file import RowGroup
 from oneloop.tasks.rows.remote.row_group_cache import RowGroupCache
@@ -228,9 +231,8 @@ class Group:
         self.error = error
         self.row_group = RowGroup(self, 0, name, size)
 
-    def read(self, group, columns, *, on_retry):
+    def read(self, group, columns, *, on_retry=None):
         self.reads += 1
-        on_retry(1, StoreError("status 503"))
         if self.error is not None:
             raise self.error
         return pyarrow.table({"x": pyarrow.array([bytes(self.row_group.size)])})
@@ -282,17 +284,18 @@ def test_one_process_tries_for_all_that_wait(cache):
     slow = Group("a", 10, error)
     entered, ends = threading.Event(), threading.Event()
 
-    def read(*given, **named):
+    def read(*given, on_retry):
+        on_retry(1, StoreError("status 503"))
         entered.set()
         ends.wait(60)
-        return Group.read(slow, *given, **named)
+        return Group.read(slow, *given)
 
     slow.read = read
     with ThreadPoolExecutor(3) as threads:
         several = [threads.submit(cache.read, slow.row_group) for _ in range(3)]
         assert entered.wait(60)
         time.sleep(1.5)
-        assert cache.waits() == ", which waits for a, row group 0"
+        assert cache.waits() == ", which waits for a, row group 0 (try 2, after status 503)"
         ends.set()
         for one in several:
             with pytest.raises(StoreError, match="no answer"):
@@ -302,3 +305,12 @@ def test_one_process_tries_for_all_that_wait(cache):
     # A later try may succeed.
     slow.error = None
     assert cache.read(slow.row_group).num_rows == 1
+
+
+def test_a_full_disk_is_one_message(cache, monkeypatch):
+    def write(file, table):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(row_group_cache, "_write", write)
+    with pytest.raises(BadInput, match="cannot be written .No space.*; a row group has .*window"):
+        cache.read(Group("a", 10).row_group)

@@ -59,19 +59,25 @@ class FetchAhead:
 
     def close(self) -> None:
         """Drop the plan."""
+        import pyarrow
+
         atexit.unregister(self.close)
         self._step = None
         self._moved.set()
         for thread in self._threads:
             thread.join(_END)
+        # Arrow keeps the memory of threads that have ended.
+        pyarrow.default_memory_pool().release_unused()
 
     def _plan(self) -> None:
         """Queue what is needed next and has room. Runs in a thread."""
         while (step := self._step) is not None:
             steps = self._needed.advance(step)
             self._steps = {self._group_of(group): first for group, first in steps.items()}
-            for group in self._cache.claim(self._name, self._steps):
-                self._queue.put(group)
+            # If the disk is full, the next read of a sample raises.
+            with suppress(OSError):
+                for group in self._cache.claim(self._name, self._steps):
+                    self._queue.put(group)
             if self._needed.complete(step):
                 self._moved.wait()
                 self._moved.clear()

@@ -113,6 +113,9 @@ class RemoteFile:
         except (OSError, ValueError, NotImplementedError, pyarrow.ArrowException) as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{self.where}: row group {group} cannot be read: {why}") from error
+        finally:
+            # The file and its cache refer to each other, and would stay in memory.
+            parts_of_file.cache = None
         check_size(self.where, group, table.nbytes, memory_bound(self.metadata, group, columns))
         # An IPC file has one dictionary for each column.
         return table.unify_dictionaries().combine_chunks()

@@ -79,17 +79,26 @@ class RowGroupCache:
             with suppress(FileNotFoundError):
                 os.utime(file)  # the time of its last use
                 return pyarrow.ipc.open_file(pyarrow.memory_map(str(file))).read_all()
-            waits = self._file(group, f"-{os.getpid()}{_WAITS}")
-            waits.write_text(f", which waits for {group.file.where}, row group {group.number}")
-            try:
-                self.make(group, since=time.time())
-            finally:
-                waits.unlink(missing_ok=True)
-            self.drop_spare()
+            remedy = (
+                f"a row group has {group.size / 2**20:,.1f} MB: make room, set ONELOOP_CACHE to a "
+                "folder on another disk, or set a smaller task.window in a new run"
+            )
+            with writing(self._folder.parent, remedy, only_full=True):
+                self._wait(group)
         raise RuntimeError(
             f"{group.file.where}: row group {group.number} was dropped {_TRIES} times before it "
             "was read; set a larger task.window"
         )
+
+    def _wait(self, group: RowGroup) -> None:
+        """Make a row group that a process waits for, or wait until another process has made it."""
+        waits = self._file(group, f"-{os.getpid()}{_WAITS}")
+        waits.write_text(f", which waits for {group.file.where}, row group {group.number}")
+        try:
+            self.make(group, since=time.time())
+            self._drop_spare()
+        finally:
+            waits.unlink(missing_ok=True)
 
     def make(self, group: RowGroup, *, since: float = math.inf) -> None:
         """Fetch a row group and write its file, unless another process has done so.
@@ -174,17 +183,6 @@ class RowGroupCache:
                 claimed.append(group)
             return claimed
 
-    def drop_spare(self) -> None:
-        """Drop what no plan needs if the budget is exceeded, but not the newest groups."""
-        with _locked(self._folder / "room.lock"):
-            next_use, _ = self._plans()
-            sizes, droppable = self._held(next_use)
-            spare = {name: size for name, size in droppable.items() if name not in next_use}
-            for name in [*spare][-_NEWEST:]:
-                del spare[name]
-            for name in _to_drop(spare, sum(sizes.values()) - self._budget):
-                (self._folder / f"{name}{_MADE}").unlink()
-
     def end_plan(self, plan: str) -> None:
         """Forget a plan."""
         (self._folder / f"{plan}{_PLAN}").unlink(missing_ok=True)
@@ -213,6 +211,17 @@ class RowGroupCache:
             fcntl.flock(lock, fcntl.LOCK_SH)
         self._user = os.getpid()
         weakref.finalize(self, _close, lock, self._user)
+
+    def _drop_spare(self) -> None:
+        """Drop what no plan needs if the budget is exceeded, but not the newest groups."""
+        with _locked(self._folder / "room.lock"):
+            next_use, _ = self._plans()
+            sizes, droppable = self._held(next_use)
+            spare = {name: size for name, size in droppable.items() if name not in next_use}
+            for name in [*spare][-_NEWEST:]:
+                del spare[name]
+            for name in _to_drop(spare, sum(sizes.values()) - self._budget):
+                (self._folder / f"{name}{_MADE}").unlink()
 
     def _file(self, group: RowGroup, end: str) -> Path:
         return self._folder / f"{group.name}{end}"
@@ -263,12 +272,7 @@ def _write(file: Path, table: Any) -> None:
     """Write a group's file, as blocks that need no copy when they are mapped."""
     import pyarrow
 
-    remedy = (
-        f"a row group has {table.nbytes / 2**20:,.1f} MB: make room, set ONELOOP_CACHE to a "
-        "folder on another disk, or set a smaller task.window in a new run"
-    )
     with (
-        writing(file.parent.parent, remedy, only_full=True),
         replacing(file) as draft,
         pyarrow.OSFile(str(draft), "wb") as sink,
         pyarrow.ipc.new_file(sink, table.schema) as writer,
