@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,6 +39,23 @@ _TROUBLE = ".trouble"  # the last error that a further try may overcome
 _FAILED = ".failed"  # the error that ended the last try
 _WAITS = ".waits"  # a process waits for it
 _PLAN = ".plan"  # not of a group, but of a rank: the step of the next use of each group
+
+
+@dataclass
+class _Room:
+    """What a folder of row groups holds, by the names of the groups.
+
+    Args:
+        sizes: bytes of each group; of one that is being made, those that it needs at most.
+        droppable: the groups that can be dropped, the first ones first.
+        next_use: the step of the next use of each group that a plan needs.
+        users: how many plans need a group.
+    """
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    droppable: list[str] = field(default_factory=list)
+    next_use: dict[str, int] = field(default_factory=dict)
+    users: Counter[str] = field(default_factory=Counter)
 
 
 class RowGroupCache:
@@ -150,32 +168,36 @@ class RowGroupCache:
         with _locked(self._folder / "room.lock"):
             with replacing(self._folder / f"{plan}{_PLAN}") as draft:
                 draft.write_text(json.dumps({group.name: step for group, step in steps.items()}))
-            next_use, users = self._plans()
-            sizes, droppable = self._held(next_use)
-            total = sum(sizes.values())
-
+            room = self._look()
+            total = sum(room.sizes.values())
             # A group that several ranks need counts for each of them in part.
             share = 0.0
             for group in steps:
-                share += sizes.get(group.name, 0) / users[group.name]
+                share += room.sizes.get(group.name, 0) / room.users[group.name]
 
             claimed = []
             for group in sorted(steps, key=steps.__getitem__):
-                if group.name in sizes:
-                    continue
+                part = group.size / room.users[group.name]
                 # A rank that begins early must not use up the budget of the others.
-                part = group.size / users[group.name]
-                if share + part > self._budget / local_ranks():
+                if group.name in room.sizes or share + part > self._budget / local_ranks():
                     continue
-                dropped = _to_drop(droppable, total + group.size - self._budget)
-                if any(next_use.get(name, math.inf) <= next_use[group.name] for name in dropped):
+
+                # Choose what makes room: nothing that is needed before this group.
+                needed_at = room.next_use[group.name]
+                missing = total + group.size - self._budget
+                dropped = 0
+                for name in room.droppable:
+                    if missing <= 0 or room.next_use.get(name, math.inf) <= needed_at:
+                        break
+                    missing -= room.sizes[name]
+                    dropped += 1
+                if missing > 0:
                     break
-                if total - sum(dropped.values()) + group.size > self._budget:
-                    break
-                for name, size in dropped.items():
+                for name in room.droppable[:dropped]:
+                    total -= room.sizes[name]
                     (self._folder / f"{name}{_MADE}").unlink()
-                    del droppable[name]
-                    total -= size
+                del room.droppable[:dropped]
+
                 with self._file(group, _BEGUN).open("wb") as begun:
                     begun.truncate(group.size)
                 total += group.size
@@ -215,57 +237,41 @@ class RowGroupCache:
     def _drop_spare(self) -> None:
         """Drop what no plan needs if the budget is exceeded, but not the newest groups."""
         with _locked(self._folder / "room.lock"):
-            next_use, _ = self._plans()
-            sizes, droppable = self._held(next_use)
-            spare = {name: size for name, size in droppable.items() if name not in next_use}
-            for name in [*spare][-_NEWEST:]:
-                del spare[name]
-            for name in _to_drop(spare, sum(sizes.values()) - self._budget):
-                (self._folder / f"{name}{_MADE}").unlink()
+            room = self._look()
+            total = sum(room.sizes.values())
+            spare = [name for name in room.droppable if name not in room.next_use]
+            for name in spare[:-_NEWEST]:
+                if total > self._budget:
+                    total -= room.sizes[name]
+                    (self._folder / f"{name}{_MADE}").unlink()
 
     def _file(self, group: RowGroup, end: str) -> Path:
         return self._folder / f"{group.name}{end}"
 
-    def _plans(self) -> tuple[dict[str, int], Counter[str]]:
-        """Return the step of the next use of each group, and how many plans need it, by name."""
-        next_use: dict[str, int] = {}
-        users = Counter[str]()
-        for file in self._folder.glob(f"*{_PLAN}"):
-            for name, step in json.loads(file.read_text()).items():
-                next_use[name] = min(step, next_use.get(name, step))
-                users[name] += 1
-        return next_use, users
-
-    def _held(self, next_use: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes of all groups, and of those that can be dropped, the first ones first.
-
-        Args:
-            next_use: the step of the next use of each group.
-        """
-        sizes = {}
+    def _look(self) -> "_Room":
+        """Return what the folder holds, and what its plans need."""
+        room = _Room()
         used = {}
         for entry in os.scandir(self._folder):
             name, end = os.path.splitext(entry.name)
-            if end in (_MADE, _BEGUN):
-                # Another process may complete it now.
-                with suppress(FileNotFoundError):
+            # Another process may remove or complete it now.
+            with suppress(FileNotFoundError):
+                if end == _PLAN:
+                    for group, step in json.loads(Path(entry).read_text()).items():
+                        room.next_use[group] = min(step, room.next_use.get(group, step))
+                        room.users[group] += 1
+                if end in (_MADE, _BEGUN):
                     about = entry.stat()
-                    sizes[name] = about.st_size
+                    room.sizes[name] = about.st_size
                     if end == _MADE:
                         used[name] = about.st_mtime
-        order = sorted(used, key=lambda name: (-next_use.get(name, math.inf), used[name]))
-        return sizes, {name: sizes[name] for name in order}
 
+        # What no plan needs comes first, by its last use; then the farthest use.
+        def rank(name: str) -> tuple[float, float]:
+            return -room.next_use.get(name, math.inf), used[name]
 
-def _to_drop(sizes: Mapping[str, int], missing: int) -> dict[str, int]:
-    """Return the first groups that have the missing bytes together, or all of them."""
-    dropped = {}
-    for name, size in sizes.items():
-        if missing <= 0:
-            break
-        dropped[name] = size
-        missing -= size
-    return dropped
+        room.droppable = sorted(used, key=rank)
+        return room
 
 
 def _write(file: Path, table: Any) -> None:
