@@ -325,19 +325,14 @@ def test_packed_and_padded_have_the_same_gradients(base, one_thread, kind):
         samples = task.train_set()
         frozen = task.frozen_model()
         made = []
-        for number in range(len(samples.spans)):
+        for number in range(len(samples.starts)):
             batch = frozen.batch("train", [number])
             with torch.no_grad():
                 made += frozen.compute(plain.teacher, batch)
 
-        # Give each sample the records of its spans.
-        rows: list[Any] = []
-        if task.packed:
-            for members in (samples.bins[number] for number in range(len(samples))):
-                rows.append([(samples.spans[one], made[one]) for one in members.tolist()])
-        else:
-            rows = [(samples.spans[one], made[one]) for one in range(len(samples))]
-        batch = task.collate(rows)
+        # Give each sample the records of its documents.
+        samples.outputs = made
+        batch = task.collate([samples[number] for number in range(len(samples))])
         total, outputs = task.loss(model, batch)
         (total / task.weight(batch)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]

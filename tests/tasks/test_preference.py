@@ -387,12 +387,12 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     outputs = plain.task.frozen_model().outputs["train"]
     files = sorted((first / "store").glob("*/*.bin"), key=lambda file: file.stat().st_size)
     outputs.folder = files[-1].parent
-    documents = plain.task.pairs["train"].documents
-    assert len(outputs) == len(documents) == 2 * 60
+    samples = plain.task.samples["train"]
+    assert len(outputs) == len(samples.starts) == 2 * 60
     for number in (0, 1, 77):
         with torch.no_grad():
-            logp = plain.logp(plain.reference, token_ids(documents[number]))
-        assert len(logp) == len(documents[number]) - 1
+            logp = plain.logp(plain.reference, token_ids(samples.document(number)))
+        assert len(logp) == len(samples.document(number)) - 1
         assert np.allclose(outputs[number]["logp"], logp, rtol=0, atol=1e-12)
 
     # Another loss, with EMA and activation checkpointing: no forward.

@@ -169,7 +169,7 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     assert exact_matches(task, batch, ["no", "Yes", "no", "Yes"]) == 1
     assert exact_matches(task, batch, ["no", "yes", "no", "yes"]) == 0.5
     assert int(batch["input"].max()) < len(task.tokenizer)
-    assert task._ends == [task.tokenizer.eos_token_id]
+    assert task.ends == [task.tokenizer.eos_token_id]
 
     # A cut second answer does not change this; of a split text, only the first piece has the text.
     cut = SFT(data, model=model, length=9, pack="padded", text_metrics=["exact_match"])
@@ -187,7 +187,7 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
     student = Distil(data, model=model, teacher=model, length=16, pack="padded", top_k=4)
     samples = student.eval_sets()["validation"]
-    counts = [int((samples.spans[index][1:] >= 0).sum()) for index in range(2)]
+    counts = [int((samples.document(index)[1:] >= 0).sum()) for index in range(2)]
     samples.outputs = [np.zeros(count, student._record) for count in counts]
     batch = student.collate([samples[0], samples[1]])
     assert batch["text"] == ["", "Yes"] and "teacher" in batch

@@ -13,9 +13,9 @@ from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.raw_texts import RawTexts
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import IGNORE, Samples, cut_blocks
 from oneloop.tasks.language.texts import Texts
-from oneloop.tasks.language.tokens import Blocks, Bytes, Vocabulary
+from oneloop.tasks.language.tokens import Bytes, Vocabulary
 from oneloop.tasks.rows.open_data import SplitBy, Unreadable
 
 _MAX_NEW_TOKENS = 48
@@ -108,14 +108,14 @@ class CausalLM(RawTexts):
             )
         self.notes = self._data_notes
 
-    def _samples(self, part: Texts, name: str) -> Any:
+    def _samples(self, part: Texts, name: str) -> Samples:
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
         content = part.fingerprint()
         if self.pack == "concat":
             self._note(name, tokens.notes)
-            return Blocks(tokens, self.block, whole=name == "train", content=content)
+            return cut_blocks(tokens, self.block, whole=name == "train", content=content)
         return self._spanned(tokens, content, name, "split")
 
     @property

@@ -122,19 +122,33 @@ Architecture = Literal["gpt2", "llama"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Architecture and sizes of a model from scratch."""
+    """Architecture and sizes of a model from scratch.
 
-    architecture: Architecture
-    layers: int
-    heads: int
-    width: int
-    length: int  # positions
+    Args:
+        architecture: gpt2 or llama, for a model from scratch.
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
+        length: positions of a model from scratch.
+        dropout: dropout of embeddings, attention and residuals (gpt2).
+        kv_heads: number of key-value heads (llama; null: as many as heads).
+        mlp: width of the MLP (null: 4 x width for gpt2, 8/3 x width for llama).
+        tied: share the weights of embedding and output layer (null: true for gpt2, false for
+            llama).
+        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0:
+            equal to it).
+    """
+
+    architecture: Architecture = "gpt2"
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    length: int = 128
     dropout: float = 0.0
-    kv_heads: int | None = None  # None: as many as heads
-    mlp: int | None = None  # width of the MLP; None: that of the architecture
-    # whether embedding and output layer share their weights; None: that of the architecture
+    kv_heads: int | None = None
+    mlp: int | None = None
     tied: bool | None = None
-    padded_vocab: int = 0  # rows of the embedding, at least the vocabulary size
+    padded_vocab: int = 0
 
     def __post_init__(self) -> None:
         if self.width % self.heads:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
 from oneloop.tasks.rows.cache import rows_content
@@ -33,6 +33,7 @@ class RawTexts(LanguageModel):
             Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         unreadable: stop at a row of a file that cannot be read, or skip such rows.
+        packed: whether a sample has several documents that do not attend to each other.
     """
 
     length_key = "block"
@@ -47,9 +48,10 @@ class RawTexts(LanguageModel):
         window: int,
         unreadable: Unreadable,
         split_by: SplitBy,
+        packed: bool,
         **model: Any,
     ) -> None:
-        super().__init__(**model)
+        super().__init__(ModelSettings(**model), packed=packed)
         self.column = column
         self.window = window
         self._sources = named_sources(
