@@ -16,10 +16,10 @@ import border_pairs
 from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices
-from oneloop.tasks.language.documents import token_hash, token_ids
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_rows import PAIRS
 from oneloop.tasks.language.pairs import encoded_pair
-from oneloop.tasks.language.sequences import IGNORE, Group, Samples, paired
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.preference import RECORD, Preference
 from oneloop.tasks.reward import Reward
@@ -457,39 +457,32 @@ def test_dropped_pairs_are_left_out_and_documents_are_numbered():
         paired(empty, "20 tokens")
 
 
-def hash_of(samples: Samples, *, marks: bool) -> str:
-    return token_hash(samples.document, samples.sizes, marks=marks)
-
-
-def test_the_hash_depends_on_tokens_and_ends_alone(monkeypatch):
+def test_the_hash_depends_on_tokens_and_ends_alone():
     ragged, pairs = drawn(40)
     made = paired(ragged, "")
-    expected = hash_of(made, marks=False)
+    expected = made.token_hash(marks=False)
 
     # Another mask is the same content; with marks it is another.
     unmasked = Ragged(ragged.values.copy(), ragged.ends)
     for number in range(80):
         unmasked.values[made.starts[number] : made.stops[number]] = token_ids(made.document(number))
     other = paired(unmasked, "")
-    assert hash_of(other, marks=False) == expected
-    assert hash_of(other, marks=True) != hash_of(made, marks=True)
+    assert other.token_hash(marks=False) == expected
+    assert other.token_hash(marks=True) != made.token_hash(marks=True)
 
-    # Where the documents are stored, and how many are read at once, changes nothing.
+    # Where the documents are stored changes nothing.
     spans = [side for pair in pairs for side in pair]
     stops = np.cumsum([len(span) for span in spans])
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
-    assert hash_of(Samples(np.concatenate(spans), starts, stops), marks=False) == expected
-    for tokens in (1, 7, 100):
-        monkeypatch.setattr("oneloop.tasks.language.documents._AT_ONCE", tokens)
-        assert hash_of(made, marks=False) == expected
+    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) == expected
 
     # Another token, or another end, is another content.
     changed = np.concatenate(spans)
     changed[-1] += 1
-    assert hash_of(Samples(changed, starts, stops), marks=False) != expected
+    assert Samples(changed, starts, stops).token_hash(marks=False) != expected
     stops[3] += 1
     starts[4] += 1
-    assert hash_of(Samples(np.concatenate(spans), starts, stops), marks=False) != expected
+    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) != expected
 
 
 class Filled:
@@ -520,7 +513,7 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
     padded = paired(ragged, "")
     for made in (packed, padded):
         outputs = made.freeze(RECORD, targets=False)
-        assert outputs.content == hash_of(made, marks=False)
+        assert outputs.content == made.token_hash(marks=False)
         outputs.are_placeholders = True
         records = made[0].records
         assert len(records) == len(made[0].documents)
@@ -548,7 +541,7 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
     )
 
     # Rows of several pairs, whose empty places count nothing.
-    rows: list[Group] = [packed[index] for index in range(len(packed))]
+    rows: list[Sample] = [packed[index] for index in range(len(packed))]
     task = collating(packed.most + 2)
     batch = task.collate(rows)
     assert task.weight(batch) == 40

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from oneloop.tasks.language.divergences import divergence, merged
-from oneloop.tasks.language.sequences import IGNORE, Group, collated, records_of_targets
+from oneloop.tasks.language.sequences import IGNORE, Sample, collated, records_of_targets
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
 
 pytestmark = [
@@ -192,7 +192,7 @@ def test_records_are_at_the_positions_of_their_targets(k):
         targets = span[1:] >= 0
         made = records(torch.randn(int(targets.sum()), ENTRIES) + number, record, temperature=1.0)
         stored.append(made)
-    rows = [Group(spans[:2], True, stored[:2]), Group(spans[2:], True, stored[2:])]
+    rows = [Sample(spans[:2], True, stored[:2]), Sample(spans[2:], True, stored[2:])]
     is_target = collated(rows, width=6, most=2)["target"] != IGNORE
     batch = collated_records(records_of_targets(rows), is_target, ENTRIES)
     places = [(0, 0, 0, 0), (0, 2, 0, 1), (0, 4, 1, 0), (1, 0, 2, 0)]

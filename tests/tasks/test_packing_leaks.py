@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
-from oneloop.tasks.language.sequences import Group, collated, cut_texts
+from oneloop.tasks.language.sequences import Sample, collated, cut_texts
 from oneloop.tasks.rows.cached_arrays import Ragged
 from small_models import logged_by_transformers
 
@@ -304,7 +304,7 @@ def test_no_forward_asks_the_device(name, packed):
 def test_padding_alone_is_no_nan():
     task = Documents("llama", packed=True)
     model = task.model()
-    batch = collated([Group([np.array([5, 6], np.int32)], is_row=True)], width=48, most=3)
+    batch = collated([Sample([np.array([5, 6], np.int32)], is_row=True)], width=48, most=3)
     total, outputs = task.loss(model, batch)
     total.backward()
     assert outputs["padding"] == pytest.approx(47 / 48) and torch.isfinite(total)

@@ -145,9 +145,9 @@ class Plain:
 
     def pair(self, pair: Any) -> dict[str, torch.Tensor]:
         """Return the loss of a pair, and its metrics."""
-        now = [self.logp(self.policy, side) for side in pair[:2]]
+        now = [self.logp(self.policy, side) for side in pair]
         with torch.no_grad():
-            then = [self.logp(self.reference, side) for side in pair[:2]]
+            then = [self.logp(self.reference, side) for side in pair]
         beta = self.beta
         means = self.kind in ("ipo of means", "simpo", "orpo")
         reduce = torch.mean if means else torch.sum
@@ -186,9 +186,8 @@ class Plain:
         found = []
         for step in range(steps):
             _, ids = order[4 * step : 4 * step + 4]
-            chosen = [samples[int(index)] for index in ids]
-            if self.task.packed:
-                chosen = [pair for sample in chosen for pair in sample]
+            sides = [side for index in ids for side in samples[int(index)].documents]
+            chosen = [*zip(sides[::2], sides[1::2], strict=True)]
             values: list[dict[str, torch.Tensor]] = []
             for pair in chosen:
                 made = self.pair(pair)
@@ -515,9 +514,10 @@ def expected_pairs(base: Path, folder: Path) -> list[Any]:
     plain = Plain(base, "dpo", (), "padded")
     weights = load_file(folder / "final" / "model.safetensors")
     plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
-    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
+    pairs = plain.task.samples_of(str(base / "new.jsonl"), labelled=True)
+    plain.task.before_run(None, None)
     with torch.no_grad():
-        return [plain.pair(pairs.pair(number)) for number in range(7)]
+        return [plain.pair(pairs[number].documents) for number in range(7)]
 
 
 @pytest.mark.slow

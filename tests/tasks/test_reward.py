@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from oneloop.tasks.language.sequences import Group
+from oneloop.tasks.language.sequences import Sample
 from oneloop.tasks.reward import METRICS, Reward, RewardSums, accuracy
 from preference_rows import a_llama, rows, write
 from silent_cases import unfinished
@@ -105,7 +105,7 @@ def test_the_loss_its_gradient_and_the_metrics_in_closed_form(tmp_path):
     model = Given(table)
     spans = [np.array([~number, 7, 9], np.int32) for number in range(4)]
     batch = task.collate(
-        [Group(spans[:2], number=int(np.float32(0.25).view(np.int32))), Group(spans[2:])]
+        [Sample(spans[:2], number=int(np.float32(0.25).view(np.int32))), Sample(spans[2:])]
     )
     batch["margin"] = batch["margin"].double()
     assert batch["input"].shape == (2, 2, 3) and task.weight(batch) == 2

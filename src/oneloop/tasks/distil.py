@@ -13,7 +13,7 @@ from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import (
     IGNORE,
-    Group,
+    Sample,
     Samples,
     collated,
     records_of_targets,
@@ -46,6 +46,7 @@ class Distil(FrozenTask, SFT):
     """
 
     needs = SFT.needs | {"beta": "divergence=js"}
+    more_kinds = (("text",),)
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Distil(FrozenTask, SFT):
         self.temperature = temperature
         self.share = share
         self.teacher = teacher
-        self.plain_columns = {"text": text}
+        self.more_columns = {"text": text}
         self._teacher_tokenizer = checked_teacher(teacher)
         super().__init__(data, **settings)
         self._check_same_tokens()
@@ -159,7 +160,7 @@ class Distil(FrozenTask, SFT):
             self._frozen.outputs["data"] = samples.freeze(self._record, targets=True)
         return samples
 
-    def collate(self, samples: list[Group]) -> dict[str, Any]:
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
         batch = super().collate(samples)
         # Rows of ``oneloop predict`` have no records.
         if samples[0].records:
@@ -212,7 +213,7 @@ class Distil(FrozenTask, SFT):
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         samples = self.samples[name]
-        return collated([Group([samples.document(number)]) for number in documents])
+        return collated([Sample([samples.document(number)]) for number in documents])
 
     def _distributions(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of the targets of each document."""

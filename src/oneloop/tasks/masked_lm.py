@@ -13,7 +13,7 @@ from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.raw_texts import RawTexts
-from oneloop.tasks.language.sequences import IGNORE, Group, Samples, cut_texts
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, cut_texts
 from oneloop.tasks.language.texts import Texts
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
@@ -211,7 +211,7 @@ class MaskedLM(RawTexts):
             leave_masks_unread(model)
         return model
 
-    def collate(self, samples: list[Group]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Return samples as one batch.
 
         Args:
@@ -256,7 +256,7 @@ class MaskedLM(RawTexts):
             "position_ids": batch["position"] + self._first_position,
         }
 
-    def show(self, sample: Group, outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return a text with its masks, the tokens to predict, and the predicted ones."""
         inputs, target = sample.documents[0].tolist()
         likeliest = outputs["likeliest"].tolist()

@@ -14,11 +14,11 @@ from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.answer_rows import NEEDS
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import is_packed
-from oneloop.tasks.language.pair_rows import PairSettings, PairTask, pair_outputs
+from oneloop.tasks.language.pair_rows import METRICS, PairSettings, PairTask, pair_outputs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.sequences import (
     IGNORE,
-    Group,
+    Sample,
     Samples,
     collated,
     records_of_targets,
@@ -28,16 +28,6 @@ from oneloop.tasks.language.token_rows import Data
 PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "ipo_mean", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference
 _BETA = {"simpo": 2.0}  # defaults other than 0.1
-METRICS = {
-    "reward_accuracy": True,
-    "reward_margin": True,
-    "chosen_reward": None,
-    "rejected_reward": None,
-    "chosen_logp": None,
-    "rejected_logp": None,
-    "kl": None,
-}
-"""metrics of a pair, and whether a larger value is better"""
 
 
 RECORD = np.dtype([("logp", "<f8")])
@@ -137,7 +127,7 @@ class Preference(FrozenTask, PairTask):
             self._frozen.outputs["data"] = samples.freeze(RECORD, targets=False)
         return samples
 
-    def collate(self, samples: list[Group]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Return pairs as one batch: two rows each, or two documents of a packed row each.
 
         ``reference`` has the frozen log-probabilities, (rows, width, 2) in float32, 0 where no
@@ -169,7 +159,8 @@ class Preference(FrozenTask, PairTask):
         if "document" in batch:
             document = batch["document"] - batch["document"][:, :1]
             numbers = torch.arange(self._max_documents, device=document.device)
-            values = (values[:, None] * (document[:, None] == numbers[:, None])).flatten(0, 1)
+            is_inside = document[:, None] == numbers[:, None]
+            values = (values[:, None] * is_inside).flatten(0, 1)
         sums = values.sum(-1)
         return sums[0::2], sums[1::2]
 
@@ -228,8 +219,8 @@ class Preference(FrozenTask, PairTask):
         return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
     def metrics(self) -> PairSums:  # type: ignore[override]
-        known = {name: up for name, up in METRICS.items() if name != "kl" or self._frozen}
-        return PairSums(known)
+        names = ("chosen_logp", "rejected_logp", *(("kl",) if self._frozen else ()))
+        return PairSums(METRICS | dict.fromkeys(names))
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -240,7 +231,7 @@ class Preference(FrozenTask, PairTask):
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch of documents, in which each token with a next one has a target."""
         samples = self.samples[name]
-        return collated([Group([token_ids(samples.document(number))]) for number in documents])
+        return collated([Sample([token_ids(samples.document(number))]) for number in documents])
 
     def _log_probabilities(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of each document of a batch."""

@@ -17,22 +17,15 @@ from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.models import scratch_config
-from oneloop.tasks.language.pair_rows import PAIRS, PairSettings, PairTask, pair_outputs
+from oneloop.tasks.language.pair_rows import METRICS, PAIRS, PairSettings, PairTask, pair_outputs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import encoded_pair
-from oneloop.tasks.language.sequences import HEAD, Group, Samples, filled
+from oneloop.tasks.language.sequences import HEAD, Sample, Samples, filled
 from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.model_limits import config_of, padding_token
 from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.rows import Row
 
-METRICS = {
-    "reward_accuracy": True,
-    "reward_margin": True,
-    "chosen_reward": None,
-    "rejected_reward": None,
-}
-"""metrics of a pair, and whether a larger value is better"""
 _LABEL = "reward"  # name of the model's output
 _SQUARE = "square"
 ANSWERS = (("messages",), ("prompt", "completion"))
@@ -173,7 +166,7 @@ class Reward(PairTask):
                 f"{type(model).__name__} is not causal; give a causal language model"
             )
 
-    def collate(self, samples: list[Group]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Return ``input``, (samples, 2 or 1, tokens), filled up on the right, and ``margin``."""
         sides = 2 if len(samples[0].documents[1]) else 1
         texts = []
@@ -273,7 +266,8 @@ def _pair_or_answer(
         limit = f"task.length ({length:,} tokens)"
         remark(f"are longer than {limit}: only the beginnings have rewards", f"{longest:,} tokens")
     chosen, rejected = (side[:length] for side in sides)
-    return np.concatenate([np.array([len(chosen), pair[1]], np.int32), chosen, rejected])
+    head = np.array([len(chosen), pair[1]], np.int32)
+    return np.concatenate([head, chosen, rejected])
 
 
 def _padding_of(tokenizer: Any, config: Any) -> tuple[int, list[str]]:

@@ -19,10 +19,9 @@ from oneloop.tasks.language.encoder_decoder import (
     t5_from_scratch,
 )
 from oneloop.tasks.language.generation import generated_texts
-from oneloop.tasks.language.kept_texts import references
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.number_words import NumberWords
-from oneloop.tasks.language.sequences import IGNORE, Group, Samples, paired
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
 from oneloop.tasks.language.source_target import (
     Overlong,
     collated_sources,
@@ -30,12 +29,7 @@ from oneloop.tasks.language.source_target import (
     limit_of,
     texts_in,
 )
-from oneloop.tasks.language.text_metrics import (
-    DEFAULT,
-    check_text_metrics,
-    text_metrics,
-    update_texts,
-)
+from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
 from oneloop.tasks.language.token_rows import (
     Data,
     RowSettings,
@@ -65,7 +59,7 @@ class Seq2SeqSettings(T5Shape, LoadSettings, RowSettings):
     """
 
 
-class Seq2Seq(TokenTargets):
+class Seq2Seq(WritesTexts, TokenTargets):
     """Targets from sources, such as translations or summaries, with encoder and decoder.
 
     The weight of a sample is its number of target tokens.
@@ -91,8 +85,6 @@ class Seq2Seq(TokenTargets):
         "held_out": "data!=numbers",
         "split_by": "data!=numbers",
     }
-    writes = True
-    counts_whole_texts = True
     adapted_for = "SEQ_2_SEQ_LM"
     needs_fast_tokenizer = False
 
@@ -207,7 +199,7 @@ class Seq2Seq(TokenTargets):
             "data", *tokens_of_new_rows(data, choices, self.settings.window, encoder)
         )
 
-    def collate(self, samples: list[Group]) -> dict[str, Any]:
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
         return collated_sources(samples, padding=self.tokenizer.pad_token_id)
 
     def bare_model(self) -> nn.Module:
@@ -261,31 +253,17 @@ class Seq2Seq(TokenTargets):
             decode=self._answer,
         )
 
-    def generated_metrics(self) -> Any:
-        return text_metrics(self.text_metrics, near_ties=self.beams == 1)
-
-    def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        update_texts(metrics, batch, texts, references(batch, self._targets(batch["target"])))
-
-    def _targets(self, target: Tensor) -> list[str]:
-        """Return the targets of a batch, decoded."""
-        texts = []
-        for row in target.tolist():
-            texts.append(self._answer([token for token in row if token != IGNORE]))
-        return texts
-
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each source, the text that the model wrote, and the target.
 
         A sample with a target also has metrics.
         """
         sources = [self._answer(row) for row in batch["input"].tolist()]
-        decoded = self._targets(batch["target"])
-        targets = [text or None for text in references(batch, decoded)]
+        targets = self._references(batch)
         metrics = super().predicted(batch, outputs)
         return {"source": sources, "answer": outputs["texts"], "target": targets, **metrics}
 
-    def show(self, sample: Group, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def show(self, sample: Sample, outputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return source and target, and what the model wrote."""
         source, target = (self._answer(tokens.tolist()) for tokens in sample.documents)
         target = sample.text or target
@@ -293,6 +271,3 @@ class Seq2Seq(TokenTargets):
         if "texts" in outputs:
             shown |= {"prompt": source, "continuation": outputs["texts"]}
         return shown
-
-    def _answer(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

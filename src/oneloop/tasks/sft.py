@@ -1,5 +1,6 @@
 """Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,16 +20,10 @@ from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
-from oneloop.tasks.language.kept_texts import first_answer, references
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.message_flags import FLAGS
-from oneloop.tasks.language.sequences import IGNORE, Group, Samples, ranges
-from oneloop.tasks.language.text_metrics import (
-    DEFAULT,
-    check_text_metrics,
-    text_metrics,
-    update_texts,
-)
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, ranges
+from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
 from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.rows.cached_arrays import Ragged, remark
 from oneloop.tasks.rows.rows import Row
@@ -37,7 +32,7 @@ ANSWERS = (("messages",), ("prompt", "completion"))
 """keys of each kind of rows with answers, the first choice first"""
 
 
-class SFT(LanguageModel):
+class SFT(WritesTexts, LanguageModel):
     """Fine-tuning on conversations, or on prompts and completions.
 
     The weight of a sample is its number of trained tokens: the assistant's answers with their end
@@ -60,9 +55,8 @@ class SFT(LanguageModel):
     """
 
     needs = NEEDS
-    plain_columns: dict[str, str] = {}  # noqa: RUF012  of a subclass: columns of whole texts
-    writes = True
-    counts_whole_texts = True
+    more_columns: Mapping[str, str] = {}  # of a subclass, by key of the task
+    more_kinds: Sequence[Sequence[str]] = ()  # of a subclass: keys of other kinds of rows
 
     def __init__(
         self,
@@ -92,7 +86,7 @@ class SFT(LanguageModel):
             self.tokenizer = self._new_tokenizer(answers.vocab)
         self.end = self.tokenizer.eos_token_id
         columns = {"messages": messages, "prompt": prompt, "completion": completion}
-        columns |= self.plain_columns
+        columns |= self.more_columns
         rows = AnswerRows(
             data, columns, self._form(labelled=True), answers, tokenizer=self.tokenizer
         )
@@ -115,7 +109,7 @@ class SFT(LanguageModel):
         if not labelled:
             encode = partial(encode, length=self.shape.length)
             key.append(self.shape.length)
-        return Form(kinds, encode, key, [*self.plain_columns])
+        return Form([*kinds, *self.more_kinds], encode, key)
 
     def _samples(self, split: str, texts: Ragged, content: Any) -> Samples:
         # Generation stops at the tokens that end answers in the training data.
@@ -154,7 +148,7 @@ class SFT(LanguageModel):
             texts.values, *ranges(texts), content=content, notes=texts.notes, texts=texts.texts
         )
 
-    def collate(self, samples: list[Group]) -> dict[str, Any]:
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
         batch = super().collate(samples)
         if not samples[0].is_row:
             batch["text"] = [sample.text for sample in samples]
@@ -179,14 +173,6 @@ class SFT(LanguageModel):
         made = answered(model, prompts, count, ends=self.ends, decode=self._answer)
         return {"prompt": lengths, **made}
 
-    def generated_metrics(self) -> Any:
-        return text_metrics(self.text_metrics)
-
-    def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        """Compare each answer with the first answer of its conversation."""
-        decoded = [self._first_answer(target) or "" for target in batch["target"].tolist()]
-        update_texts(metrics, batch, texts, references(batch, decoded))
-
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.
 
@@ -194,30 +180,11 @@ class SFT(LanguageModel):
         """
         # Without a reference answer there are no metrics.
         metrics = super().predicted(batch, outputs)
-        rows = zip(
-            batch["input"].tolist(),
-            batch["target"].tolist(),
-            outputs["prompt"].tolist(),
-            outputs["texts"],
-            strict=True,
-        )
         prompts = []
-        answers = []
-        targets = list[str | None]()
-        for tokens, target, length, answer in rows:
+        for tokens, length in zip(batch["input"].tolist(), outputs["prompt"].tolist(), strict=True):
             prompts.append(self.decode(tokens[:length]))
-            answers.append(answer)
-            targets.append(self._first_answer(target))
-        targets = references(batch, targets)
-        return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
-
-    def _first_answer(self, target: list[int]) -> str | None:
-        """Return the first trained answer of a sample as text; None if there is none."""
-        tokens = first_answer(target)
-        return self._answer(tokens) if tokens else None
-
-    def _answer(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        targets = self._references(batch)
+        return {"prompt": prompts, "answer": outputs["texts"], "target": targets, **metrics}
 
 
 def _prompt(row: Row, *, length: int, **more: Any) -> NDArray[np.int32]:

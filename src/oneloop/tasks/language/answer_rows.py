@@ -66,13 +66,11 @@ class Form:
         encode: a function of a row, with the arguments of
             :func:`oneloop.tasks.language.conversations.encoded`.
         key: what it depends on besides the row: a part of the cache key.
-        plain: keys of a last kind of rows, which have neither tools nor a system prompt.
     """
 
     kinds: Sequence[Sequence[str]]
     encode: Callable[..., Any]
     key: Sequence[Any] = ()
-    plain: Sequence[str] = ()
 
 
 class AnswerRows:
@@ -111,18 +109,10 @@ class AnswerRows:
         self.sources = open_sources(
             data,
             settings,
-            self._choices(form),
+            column_choices(self.columns, form.kinds),
             {"lessons": packaged},
             optional=("tools", "system"),
         )
-
-    def _choices(self, form: Form) -> list[dict[str, str]]:
-        """Return the columns that a source may have, the most complete choice first."""
-        choices = column_choices(self.columns, form.kinds)
-        if form.plain:
-            plain = {key: self.columns[key] for key in form.plain}
-            choices.append(dict.fromkeys(self.columns, "") | plain)
-        return choices
 
     def samples(self, make: MakeSamples) -> list[dict[str, Samples]]:
         """Return the samples of each source by split. Raise ValueError if a row is malformed."""
@@ -131,7 +121,9 @@ class AnswerRows:
     def tokens(self, data: str, form: Form) -> tuple[Ragged, Any]:
         """Return the tokens of other data, and a key of their content."""
         encoder = partial(self._encoder, form)
-        return tokens_of_new_rows(data, self._choices(form), self.settings.window, encoder)
+        return tokens_of_new_rows(
+            data, column_choices(self.columns, form.kinds), self.settings.window, encoder
+        )
 
     def _encoder(self, form: Form, source: Source, rows: Any) -> tuple[Make, list[Any]]:
         """Return what makes tokens of a row, and all that the tokens depend on."""

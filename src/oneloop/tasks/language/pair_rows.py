@@ -19,11 +19,18 @@ from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
-from oneloop.tasks.language.sequences import Group, Samples, paired
+from oneloop.tasks.language.sequences import Sample, Samples, paired
 from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged
 
+METRICS: dict[str, bool | None] = {
+    "reward_accuracy": True,
+    "reward_margin": True,
+    "chosen_reward": None,
+    "rejected_reward": None,
+}
+"""metrics of a pair, and whether a larger value is better"""
 PAIRS = (("prompt", *SIDES), SIDES)
 """keys of each kind of rows with pairs, the first choice first"""
 
@@ -119,7 +126,7 @@ class PairTask(LanguageModel):
     ) -> None:
         metrics.update(outputs)
 
-    def show(self, sample: Group, outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return the texts of a pair, and whether the chosen answer has the larger reward."""
         prompt, chosen, rejected = self._texts_of(sample.documents)
         margin = outputs["reward_margin"]
@@ -150,7 +157,8 @@ def pair_outputs(
         training: whether the model is in training mode.
     """
     if not training:
-        return {"loss": losses.detach(), **{name: one.detach() for name, one in values.items()}}
+        detached = {name: value.detach() for name, value in values.items()}
+        return {"loss": losses.detach(), **detached}
     count = mask.sum()
     means = {"padding": batch["padding"]}
     for name, value in values.items():

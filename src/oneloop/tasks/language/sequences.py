@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oneloop.data.order import Order, Ordered, StoredOrder
 from oneloop.tasks.frozen.outputs import FrozenOutputs
-from oneloop.tasks.language.documents import token_hash, token_ids
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.packing import Bucketed, packed
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.text_notes import cut_notes
@@ -26,7 +26,7 @@ HEAD = 2  # numbers before the tokens of a pair: the tokens of its first documen
 Overlong = Literal["cut", "split", "drop"]
 
 
-class Group(NamedTuple):
+class Sample(NamedTuple):
     """A sample: documents that belong together."""
 
     documents: Sequence[Any]  # arrays of tokens, or what ``draw`` makes of them
@@ -89,7 +89,9 @@ class Samples:
         self.outputs: FrozenOutputs | None = None
         sizes = self.sizes.reshape(-1, size)
         self.group_lengths = lengths(sizes) if lengths else sizes.sum(1) - size
-        self.numbers = np.broadcast_to(np.int32(0), len(sizes)) if numbers is None else numbers
+        if numbers is None:
+            numbers = np.broadcast_to(np.int32(0), len(sizes))
+        self.numbers = numbers
 
         # Pack the groups once, by best-fit decreasing.
         self.bins = packed(self.group_lengths, room) if room else None
@@ -100,7 +102,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.group_lengths if self.bins is None else self.bins)
 
-    def __getitem__(self, index: int) -> Group:
+    def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
         groups = np.array([index]) if self.bins is None else self.bins[index]
@@ -108,7 +110,7 @@ class Samples:
         records = []
         if self.outputs is not None:
             records = [self.outputs[number] for number in numbers]
-        return Group(
+        return Sample(
             documents=[self.draw(self.document(number)) for number in numbers],
             is_row=self.bins is not None,
             records=records,
@@ -158,9 +160,24 @@ class Samples:
             record,
             counts=counts,
             lengths=self.sizes,
-            content=token_hash(self.document, self.sizes, marks=targets),
+            content=self.token_hash(marks=targets),
         )
         return self.outputs
+
+    def token_hash(self, *, marks: bool) -> str:
+        """Return a hash of all token ids in order, and of the ends of the documents.
+
+        Args:
+            marks: whether it also depends on which tokens are targets.
+        """
+        from xxhash import xxh3_128
+
+        state = xxh3_128(self.sizes.astype("<i8").tobytes())
+        for number in range(len(self.starts)):
+            tokens = self.document(number)
+            values = tokens if marks else token_ids(tokens)
+            state.update(np.ascontiguousarray(values, "<i4").data)
+        return state.hexdigest()
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the content; None if it is unknown."""
@@ -185,15 +202,18 @@ class Samples:
         """Return a log line about the lengths, or about how full the rows are; None: all equal."""
         lengths = self.group_lengths
         what = "pairs" if self.size == 2 else "documents"
-        line = f"{len(lengths):,} {what} of {lengths.mean():.0f} tokens on average, "
         if self.by_length:
-            return f"{line}{lengths.max():,} at most, padded"
+            return (
+                f"{len(lengths):,} {what} of {lengths.mean():.0f} tokens on average, "
+                f"{lengths.max():,} at most, padded"
+            )
         if self.bins is None:
             return None
         full = lengths.sum() / (len(self) * self.room)
         return (
-            f"{line}packed into {len(self):,} samples of {self.room:,} tokens, {100 * full:.1f} % "
-            f"full, at most {self.most // self.size} per sample; none attends to another"
+            f"{len(lengths):,} {what} packed into {len(self):,} samples of {self.room:,} tokens, "
+            f"{100 * full:.1f} % full, at most {self.most // self.size} per sample; none attends "
+            "to another"
         )
 
 
@@ -225,6 +245,11 @@ def cut_texts(
     if overlong == "cut":
         stops = cut
     elif overlong == "drop":
+        if long.all():
+            raise ValueError(
+                f"all {len(long):,} texts are longer than {most:,} tokens; increase the length, or "
+                "truncate them"
+            )
         text = text[~long]
         starts = starts[text]
         stops = stops[text]
@@ -240,7 +265,7 @@ def cut_texts(
     targets = count_targets(values, starts, stops)
     keep = np.flatnonzero(targets)
     if not len(keep):
-        raise ValueError(_why_empty(texts, most, drops=overlong == "drop" and bool(long.all())))
+        raise ValueError(_why_empty(texts, most))
     dropped = len(targets) - len(keep)
     starts = starts[keep]
     stops = stops[keep]
@@ -327,13 +352,9 @@ def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
 
 
-def _why_empty(texts: Ragged, length: int, *, drops: bool) -> str:
+def _why_empty(texts: Ragged, length: int) -> str:
     """Return the error message if no sample is left."""
     total = f"{len(texts.ends):,} texts"
-    if drops:
-        return (
-            f"all {total} are longer than {length:,} tokens; increase the length, or truncate them"
-        )
     # Find the positions of all targets within their texts.
     starts, stops = ranges(texts)
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
@@ -368,13 +389,14 @@ def filled(rows: Sequence[Any], value: int, width: int = 0) -> Tensor:
         value: fills up shorter rows.
         width: of the table (0: the longest row).
     """
-    table = np.full((len(rows), width or max(map(len, rows))), value, dtype=np.int64)
+    width = width or max(map(len, rows))
+    table = np.full((len(rows), width), value, dtype=np.int64)
     for row, numbers in zip(table, rows, strict=True):
         row[: len(numbers)] = numbers
     return torch.from_numpy(table)
 
 
-def collated(groups: Sequence[Group], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
+def collated(groups: Sequence[Sample], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
     """Return one batch of groups. Each document is a row, or all documents of a packed row.
 
     Args:
@@ -423,7 +445,7 @@ def collated(groups: Sequence[Group], *, width: int = 0, most: int = 1) -> dict[
     return batch
 
 
-def records_of_targets(groups: Sequence[Group]) -> NDArray[Any]:
+def records_of_targets(groups: Sequence[Sample]) -> NDArray[Any]:
     """Return the records of all targets of a batch, in order.
 
     Args:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
-from oneloop.tasks.language.sequences import IGNORE, Group, filled
+from oneloop.tasks.language.sequences import IGNORE, Sample, filled
 from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_notes import remark_unknown
@@ -115,7 +115,7 @@ def _text(row: Row, column: str, key: str, *, end: str = "") -> str:
     return value
 
 
-def collated_sources(samples: Sequence[Group], *, padding: int) -> dict[str, Any]:
+def collated_sources(samples: Sequence[Sample], *, padding: int) -> dict[str, Any]:
     """Return one batch, padded to its longest source and target.
 
     Args:
@@ -131,11 +131,12 @@ def collated_sources(samples: Sequence[Group], *, padding: int) -> dict[str, Any
     inputs = filled(sources, padding)
     mask = filled([np.ones_like(source) for source in sources], 0)
     target = filled(targets, IGNORE, max(1, *map(len, targets)))
+    total = inputs.numel() + target.numel()
     real = int(mask.sum() + (target != IGNORE).sum())
     return {
         "input": inputs,
         "mask": mask,
         "target": target,
-        "padding": torch.tensor(1 - real / (inputs.numel() + target.numel()), dtype=torch.float64),
+        "padding": torch.tensor(1 - real / total, dtype=torch.float64),
         "text": [sample.text for sample in samples],
     }
