@@ -41,8 +41,9 @@ from oneloop.recipe.comparison import training_configuration
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.tools.after_training.recorded_task import recorded_by
+from oneloop.tools.compare.compare_runs import view
 from oneloop.tools.report.page import report
-from oneloop.tools.run_reader import Follower, read_record, read_yaml
+from oneloop.tools.run_reader import read_record, read_yaml
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.bucket",
@@ -104,10 +105,9 @@ def _read_files(run: Path, recipe: dict) -> None:
 
 def _read_curves(run: Path) -> None:
     report([run])
-    read_record(run)
-    follower = Follower(run)
-    follower.read()
-    assert follower.done in (True, False)
+    record = read_record(run)
+    assert record.done in (True, False)
+    view([record], (), width=120)
 
 
 def _read_mirror(address: str, run: Path, recipe: dict) -> None:

@@ -307,7 +307,7 @@ def test_an_image_with_too_many_pixels_is_not_decoded():
         ValueError,
         match="12,000 x 12,000 = 144,000,000 pixels, more than task.pixel_limit 89,478,485",
     ):
-        decoded(file.getvalue(), limit=89_478_485)
+        decoded(file.getvalue(), 89_478_485)
 
 
 def test_pearson_of_predictions_that_hardly_vary():

@@ -3,6 +3,7 @@ padded."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_rows import PAIRS
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
-from oneloop.tasks.language.wrong_answers import PairedChats
+from oneloop.tasks.packaged_rows import PackagedRows
 from oneloop.tasks.preference import RECORD, Preference
 from oneloop.tasks.reward import Reward
 from oneloop.tasks.rows.cached_arrays import Ragged, make_shard
+from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.documents",
     "oneloop.tasks.language.sequences",
     "oneloop.tasks.language.token_rows",
-    "oneloop.tasks.language.wrong_answers",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.pairs",
 )
 
@@ -627,31 +629,40 @@ def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_
 def test_the_task_reads_the_packaged_pairs(tmp_path, monkeypatch):
     """A few of them, with a model whose tokenizer exists."""
 
-    class Few(PairedChats):
-        def __init__(self, part: str) -> None:
-            super().__init__(part)
-            self.pairs = self.pairs[:12]
+    class Few(PackagedRows):
+        def __init__(self, name: str, split: str) -> None:
+            super().__init__(name, split)
+            del self[12:]
 
-    monkeypatch.setattr("oneloop.tasks.language.pair_rows.PairedChats", Few)
+    monkeypatch.setattr("oneloop.tasks.language.token_rows.PackagedRows", Few)
     a_model(tmp_path / "model", tokenizer_with(CHATML, PLAIN))
     for kind in (Preference, Reward):
         task = kind("lessons", model=str(tmp_path / "model"), length=512)
         assert len(task.samples["train"].starts) == 24
 
 
-def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():
-    from oneloop.tasks.language.synthetic_chats import _RULES, whole_question
-    from oneloop.tasks.language.wrong_answers import PairedChats
+def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from packaged_rows import full_question, right_answers
 
-    right = {}
-    for rule in _RULES:
-        for template in rule.questions:
-            for subject in rule.subjects:
-                right[template.format(subject)] = rule.answer(subject)
+    right = dict(right_answers())
     for part, least in (("train", 3000), ("validation", 150), ("test", 150)):
-        pairs = PairedChats(part)
+        pairs = PackagedRows("answer_pairs", part)
         assert len(pairs) > least and pairs.fingerprint() and part in pairs.where(0)
-        for pair in pairs.pairs:
+        for pair in pairs:
             asked = [one["content"] for one in pair["prompt"] if one["role"] == "user"]
-            answer = right[whole_question(asked)]
+            answer = right[full_question(asked)]
             assert pair["chosen"][0]["content"] == answer != pair["rejected"][0]["content"]
+
+
+def test_the_packaged_rows_are_what_their_script_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from packaged_rows import FOLDER, contents, digits
+
+    written = dict(contents())
+    assert {file.name for file in FOLDER.iterdir()} == written.keys() | {"digits.npz"}
+    with np.load(FOLDER / "digits.npz") as arrays:
+        for name, values in digits().items():
+            assert np.array_equal(arrays[name], values) and arrays[name].dtype == values.dtype
+    for name, lines in written.items():
+        assert gzip.decompress((FOLDER / name).read_bytes()) == lines

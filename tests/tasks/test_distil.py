@@ -29,7 +29,6 @@ from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.distil",
-    "oneloop.tasks.language.text_sums",
     "oneloop.tasks.language.teachers",
 )
 

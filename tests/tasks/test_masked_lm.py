@@ -13,13 +13,13 @@ import transformers
 from accelerate import Accelerator
 from tokenizers import Tokenizer, models
 
+from lessons import lessons
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluate
 from oneloop.tasks.language.bidirectional import check_apart
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
-from oneloop.tasks.language.tokens import BPE, MASK_SPECIAL, mask_tokenizer
+from oneloop.tasks.language.tokens import MASK_SPECIAL, learn_bpe, mask_tokenizer
 from oneloop.tasks.masked_lm import MaskedLM
 from own_files import rows
 from small_models import bert, llama
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
 
 TEXTS = [
     message["content"]
-    for chat in SyntheticChats("train").conversations[:150]
+    for chat in lessons("train")[:150]
     for message in chat
 ]  # fmt: skip
 TINY: dict[str, Any] = {"layers": 2, "width": 32, "vocab": 400, "block": 48}
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return mask_tokenizer(BPE(TEXTS, 400, special=MASK_SPECIAL).model, 64)
+    return mask_tokenizer(learn_bpe(TEXTS, 400, MASK_SPECIAL), 64)
 
 
 @pytest.fixture(scope="module")

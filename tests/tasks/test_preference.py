@@ -27,7 +27,6 @@ from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.pair_rows",
-    "oneloop.tasks.language.pair_sums",
     "oneloop.tasks.language.preference_losses",
     "oneloop.tasks.preference",
 )

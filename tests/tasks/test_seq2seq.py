@@ -15,8 +15,8 @@ from tokenizers.processors import TemplateProcessing
 
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
-from oneloop.tasks.language.number_words import NumberWords, in_words
 from oneloop.tasks.language.tokens import ending_tokenizer
+from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.seq2seq import Seq2Seq
 from worlds import after, each_message, run, train
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.seq2seq",
     "oneloop.tasks.language.source_target",
     "oneloop.tasks.language.encoder_decoder",
-    "oneloop.tasks.language.number_words",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.token_targets",
 )
 STEPS, BATCH = 40, 16
@@ -32,13 +32,18 @@ STEPS, BATCH = 40, 16
 
 def pairs(count: int) -> list[dict[str, str]]:
     """Return pairs of different lengths, so that padding matters."""
-    rows = NumberWords("train")
+    rows = PackagedRows("numbers", "train")
     return [{"english": rows[i]["target"], "digits": rows[i]["source"]} for i in range(count)]
+
+
+def tokenizer_of_numbers() -> Any:
+    texts = [text for row in PackagedRows("numbers", "train") for text in row.values()]
+    return ending_tokenizer(texts, 300)
 
 
 def a_model(folder: Path, kind: str, **more: Any) -> Path:
     """Save a tiny encoder-decoder model without dropout, and its tokenizer."""
-    tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+    tokenizer = tokenizer_of_numbers()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     common = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1} | more
@@ -209,7 +214,10 @@ def test_texts_files_and_predictions(tmp_path: Path) -> None:
     (forty, other) = map(json.loads, (tmp_path / "new.csv.jsonl").read_text().splitlines())
     assert forty["target"] == "forty" and forty["tokens"] > 1 and other["loss"] is None
     references = [row["target"] for row in found]
-    assert [in_words(int(row["source"][4:])) for row in found] == references
+    in_words = {}
+    for split in SPLITS:
+        in_words |= {row["source"]: row["target"] for row in PackagedRows("numbers", split)}
+    assert [in_words[row["source"][4:]] for row in found] == references
 
     # The metrics of torchmetrics.
     nested = [[reference] for reference in references]
@@ -276,7 +284,7 @@ def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
 def test_a_source_without_an_end_token_is_cut_at_its_end(tmp_path: Path) -> None:
     from oneloop.tasks.language.source_target import encoded_source
 
-    tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+    tokenizer = tokenizer_of_numbers()
     row = {"source": "forty thousand and one", "target": "40001"}
     columns = {key: key for key in row}
     whole = encoded_source(row, columns, tokenizer, prefix="", lengths=(99, 99)).tolist()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from lessons import lessons
 from oneloop.tasks.sft import SFT
 from oneloop.tools.report.page import report
 from silent_cases import unfinished
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.completions",
     "oneloop.tasks.language.generation",
     "oneloop.tasks.language.sequences",
-    "oneloop.tasks.language.synthetic_chats",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.tokens",
     "oneloop.tasks.sft",
     "oneloop.tools.report.example_pages",
@@ -64,11 +64,7 @@ def test_the_start_shows_what_is_trained(alone):
     assert "documents packed into" in said and "none attends to another" in said
     assert "the template's {% generation %} tags mark the assistant's tokens" in said
     [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
-    first = [
-        one["content"]
-        for one in SyntheticChats("train").conversations[0]
-        if one["role"] == "assistant"
-    ]
+    first = [one["content"] for one in lessons("train")[0] if one["role"] == "assistant"]
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [
         f"{said}<|im_end|>" for said in first
     ]
@@ -114,7 +110,7 @@ def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
 
 
 def test_a_mixture_of_conversations_and_prompts(tmp_path):
-    chats = [{"messages": one} for one in SyntheticChats("train").conversations[:60]]
+    chats = [{"messages": one} for one in lessons("train")[:60]]
     texts = [
         {"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)
     ]
@@ -260,7 +256,7 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
     a_model(tmp_path / "model", end="<|endoftext|>")
     lines(
         tmp_path / "chats.jsonl",
-        [{"messages": one} for one in SyntheticChats("train").conversations[:40]],
+        [{"messages": one} for one in lessons("train")[:40]],
     )
     words = [
         "sft",

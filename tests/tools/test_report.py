@@ -226,16 +226,14 @@ def test_every_chart_has_its_data(folder, browser):
 
 
 @needs_chromium
-def test_a_run_that_was_killed_five_times_is_one_curve_with_five_marks(folder, browser):
+def test_a_run_that_was_killed_five_times_is_one_curve(folder, browser):
     charts = opened(browser, folder / "other" / "report.html")
     traces = {trace["name"]: trace for trace in charts[0]["data"]}
     steps, losses = logged(folder / "whole", "train/loss")
     assert traces["train/loss"]["x"] == steps == list(range(5, 65, 5))
     assert traces["train/loss"]["y"] == losses, "the curve is not that of the run left alone"
-    assert len(traces["resume"]["x"]) == 5 and max(traces["resume"]["x"]) >= 45
-    assert traces["save"]["x"][-1] == 60 and len(set(traces["save"]["x"])) == len(
-        traces["save"]["x"]
-    )
+    text = browser.execute_script("return document.body.textContent")
+    assert "resume 5" in text and "save 12" in text
 
 
 @needs_chromium
@@ -441,7 +439,7 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
     )
 
 
-def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
+def test_charts_of_one_and_two_points_can_be_read(tmp_path):
     from oneloop.tools.report.page import charts, read_record, report
 
     lines = [{"step": step, "train/loss": 1.0 / step, "train/lr": 3e-3} for step in (2, 4, 6)]
@@ -462,13 +460,9 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     ]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5
-    marks = {trace["name"]: trace for trace in drawn[LOSS]["data"] if trace.get("yaxis") == "y2"}
-    assert marks["save"]["x"] == [4, 6] and marks["resume"]["x"] == [5]
-    layout = drawn[LOSS]["layout"]
-    assert layout["yaxis2"]["domain"][1] < layout["yaxis"]["domain"][0], (
-        "the marks are not below the curves"
-    )
-    assert "<dt>learning rate</dt><dd>0.003</dd>" in report([tmp_path])
+    page = report([tmp_path])
+    assert f"Events of {tmp_path.name}: save 2, resume 1" in page
+    assert "<dt>learning rate</dt><dd>0.003</dd>" in page
 
 
 def test_what_is_no_run_is_reported(tmp_path, capsys):

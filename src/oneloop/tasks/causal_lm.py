@@ -3,20 +3,29 @@
 From scratch a GPT-2 or Llama is trained, on bytes or on a BPE that is trained first.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.models import SCRATCH
-from oneloop.tasks.language.raw_texts import RawTexts
+from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Samples, cut_blocks
-from oneloop.tasks.language.texts import Texts
-from oneloop.tasks.language.tokens import Bytes, Vocabulary
-from oneloop.tasks.rows.open_data import SplitBy, Unreadable
+from oneloop.tasks.language.texts import STDLIB
+from oneloop.tasks.language.tokens import (
+    END_OF_TEXT,
+    byte_tokenizer,
+    encode_bytes,
+    encode_text,
+    token_bytes,
+    tokenizer_from,
+)
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.open_data import Data
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8
@@ -30,12 +39,6 @@ class CausalLM(RawTexts):
             json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight:
             0.7}, …]. Splits come from the names of files, folders or hub splits (train, validation,
             test); see held_out.
-        column: column of the text.
-        held_out: share of the rows for each of validation and test, if the data set has no such
-            split.
-        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
-            Parquet files, without reading them.
-        window: megabytes of parquet rows in memory per process.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: vocabulary size of the bpe tokenizer from scratch.
@@ -43,8 +46,6 @@ class CausalLM(RawTexts):
             earlier texts in its sample), packed (several texts per sample; none attends to
             another), or padded (one text per sample; the samples of a step have similar lengths).
             packed and padded split longer texts.
-        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
-            not UTF-8), or skip such rows and list them in environment.json.
     """
 
     needs = SCRATCH | {
@@ -55,48 +56,29 @@ class CausalLM(RawTexts):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "stdlib",
-        column: str = "text",
-        held_out: float = 0.05,
-        window: int = 256,
+        data: Data = STDLIB,
         block: int = 128,
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
-        pack: Literal["concat", "packed", "padded"] = "concat",
-        unreadable: Unreadable = "stop",
-        split_by: SplitBy = "rows",
-        **model: Any,
+        pack: Pack = "concat",
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            data=data,
-            column=column,
-            held_out=held_out,
-            window=window,
-            unreadable=unreadable,
-            split_by=split_by,
-            packed=is_packed(pack, "concat", "packed", "padded"),
-            length=block,
-            **model,
-        )
-        self.pack = pack
-        self.block = self.shape.length
+        super().__init__(data, block=block, pack=pack, **settings)
 
-        # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
-        self._cache_key: list[Any]
+        # Choose the tokenizer.
         if self.name is not None:
-            self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
-            self._cache_key = [self.tokenizer.content]
+            self.tokenizer = self.known_tokenizer()
         elif tokenizer == "bytes":
-            self.tokenizer = Bytes()
-            self._cache_key = [tokenizer]
+            self.tokenizer = byte_tokenizer(eos_token=END_OF_TEXT)
         else:
-            self.tokenizer, content = self._train_bpe(vocab)
-            self._cache_key = [tokenizer, vocab, content]
-        self.begin = self.end = self.tokenizer.separator
-        self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
+            learned = self._learn_bpe(vocab, END_OF_TEXT)
+            self.tokenizer = tokenizer_from(learned, eos_token=END_OF_TEXT)
+        self.begin = self.end = end_of(self.tokenizer)
+        self._token_bytes = torch.from_numpy(token_bytes(self.tokenizer))
 
         # Tokenize, and cut or pack.
-        self._tokenize()
+        by_bytes = self.name is None and tokenizer == "bytes"
+        self._tokenize(encode_bytes if by_bytes else partial(encode_text, self.tokenizer))
 
         # All concatenated samples have ``block`` targets.
         self.sample_weight = None
@@ -108,11 +90,7 @@ class CausalLM(RawTexts):
             )
         self.notes = self._data_notes
 
-    def _samples(self, part: Texts, name: str) -> Samples:
-        tokens = part.tokens(
-            self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
-        )
-        content = part.fingerprint()
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Samples:
         if self.pack == "concat":
             self._note(name, tokens.notes)
             return cut_blocks(tokens, self.block, whole=name == "train", content=content)
@@ -120,7 +98,7 @@ class CausalLM(RawTexts):
 
     @property
     def entries(self) -> int:
-        return len(self._token_bytes)
+        return len(self.tokenizer)
 
     @property
     def token_bytes(self) -> Tensor | None:
@@ -150,8 +128,11 @@ class CausalLM(RawTexts):
             for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)
         ]
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
-        return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
+        return {
+            "written": written(model, prompts, count, choose=choose),
+            "prompt": prompt_lengths,
+        }
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder)
-        self.tokenizer.save(folder)
+        self.tokenizer.save_pretrained(folder)

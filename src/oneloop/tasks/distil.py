@@ -19,9 +19,9 @@ from oneloop.tasks.language.sequences import (
     records_of_targets,
 )
 from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
-from oneloop.tasks.language.text_sums import TextSums
 from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
+from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.sft import SFT
 
 
@@ -200,13 +200,11 @@ class Distil(FrozenTask, SFT):
             outputs["right"] = logits.argmax(-1) == target
         return each.sum(), outputs
 
-    def metrics(self) -> TextSums:
-        return TextSums(
-            by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts, teacher=True
-        )
+    def metrics(self) -> TextMeans:
+        return TextMeans({**super().metrics().higher_is_better, "divergence": False})
 
     def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: TextMeans, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})

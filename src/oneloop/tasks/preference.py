@@ -15,7 +15,6 @@ from oneloop.tasks.language.answer_rows import NEEDS
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.pair_rows import METRICS, PairSettings, PairTask, pair_outputs
-from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.sequences import (
     IGNORE,
     Sample,
@@ -24,6 +23,7 @@ from oneloop.tasks.language.sequences import (
     records_of_targets,
 )
 from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.light_metrics import Means
 
 PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "ipo_mean", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference
@@ -218,9 +218,9 @@ class Preference(FrozenTask, PairTask):
             return losses.orpo(chosen, rejected, beta=beta)
         return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
-    def metrics(self) -> PairSums:  # type: ignore[override]
+    def metrics(self) -> Means:  # type: ignore[override]
         names = ("chosen_logp", "rejected_logp", *(("kl",) if self._frozen else ()))
-        return PairSums(METRICS | dict.fromkeys(names))
+        return Means(METRICS | dict.fromkeys(names))
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]

@@ -1,12 +1,12 @@
 """Retrieval metrics: recall@k and mean reciprocal rank of the right document."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.light_metrics import RowSums
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.row_blocks import row_blocks
 
 _NAMES = (
@@ -26,47 +26,22 @@ class _Groups:
     """
 
     def __init__(self, queries: Tensor, documents: Tensor) -> None:
-        # Number the distinct texts from 0.
-        distinct, self._query = torch.unique(queries, return_inverse=True)
-        kinds, self._document, copies = torch.unique(
-            documents, return_inverse=True, return_counts=True
-        )
-        self._kinds = len(kinds)
-
-        # The first of several equal documents stands for all. (scatter_reduce would find it, too,
-        # but has no deterministic kernel on a GPU.)
-        index = torch.arange(len(documents), device=documents.device)
-        sorted_ = self._document.argsort(stable=True)
-        earlier = copies.cumsum(0) - copies
-        first = sorted_[earlier]
-        self._is_first: Tensor = first[self._document] == index
-
-        # The right documents of each query, and where those of a query begin.
-        number = self._query * self._kinds + self._document
-        pairs = torch.unique(number)
-        self._right = pairs % self._kinds
-        numbers = torch.arange(len(distinct) + 1, device=pairs.device)
-        least = numbers * self._kinds
-        self._begin = torch.searchsorted(pairs, least)
+        self.queries = queries
+        # Number the distinct texts from 0; the first of several equal documents stands for all.
+        self.kinds = torch.unique(documents, return_inverse=True)[1]
+        order = self.kinds.argsort(stable=True)
+        steps = self.kinds[order].diff(prepend=order.new_tensor([-1]))
+        self.is_first = torch.empty_like(steps, dtype=torch.bool)
+        self.is_first[order] = steps > 0
 
     def counted(self, rows: slice) -> Tensor:
         """Return which documents count as wrong for the queries of these rows, as booleans."""
-        query = self._query[rows]
-        begin = self._begin[query]
-        count = self._begin[query + 1] - begin
-        rows_here = torch.arange(len(query), device=query.device)
-        row = torch.repeat_interleave(rows_here, count)
-        earlier = count.cumsum(0) - count
-        numbers = torch.arange(len(row), device=row.device)
-        within = numbers - earlier[row]
-        right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
-        place = begin[row] + within
-        kind = self._right[place]
-        right[row, kind] = True
-        return self._is_first & ~right[:, self._document]
+        equal = (self.queries[rows, None] == self.queries).int()
+        right = torch.zeros_like(equal).index_add_(1, self.kinds, equal) > 0
+        return self.is_first & ~right[:, self.kinds]
 
 
-class Retrieval(RowSums):
+class Retrieval(Means):
     """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
 
     The same is computed in the other direction (``reverse_…``). A document that is as similar as
@@ -83,7 +58,9 @@ class Retrieval(RowSums):
         super().__init__(dict.fromkeys(names, True))
         self.group = group
 
-    def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
+    def update(  # type: ignore[override]
+        self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()
+    ) -> None:
         """Add a set of pairs: query and right document have the same index.
 
         Call it with the whole set.
@@ -95,15 +72,15 @@ class Retrieval(RowSums):
                 wrong. With ``group`` there are two: equal texts of queries, and of documents, have
                 equal numbers.
         """
-        sums = self._ranked(queries, documents, ids)
-        reverse = self._ranked(documents, queries, [*ids][::-1])
-        for of_block, of_reverse in zip(sums, reverse, strict=True):
-            self.add([*of_block, *of_reverse])
+        blocks = self._ranked(queries, documents, ids)
+        reverse = self._ranked(documents, queries, [*ids][::-1], prefix="reverse_")
+        for of_block, of_reverse in zip(blocks, reverse, strict=True):
+            super().update({**of_block, **of_reverse})
 
     def _ranked(
-        self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
-    ) -> Iterator[list[Tensor]]:
-        """Yield the sums of a block of queries: of each metric, and their number."""
+        self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor], *, prefix: str = ""
+    ) -> Iterator[Mapping[str, tuple[Tensor, Tensor]]]:
+        """Yield the values and weights of a block of queries, by metric."""
         groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
@@ -119,12 +96,6 @@ class Retrieval(RowSums):
             if groups is not None:
                 before &= groups.counted(rows)
             rank = widest(1 + before.sum(1))
-            in_first = [(rank <= k).sum() for k in (1, 5, 10)]
-            yield [*in_first, (1 / rank).sum(), torch.ones_like(rank).sum()]
-
-    def compute(self) -> dict[str, float]:
-        totals = self.totals()
-        queries = totals.pop()
-        del totals[len(_NAMES)]  # as many queries in the other direction
-        means = [total / queries for total in totals]
-        return dict(zip(self.higher_is_better, means, strict=True))
+            values = {f"{prefix}recall@{k}": rank <= k for k in (1, 5, 10)}
+            values[f"{prefix}mrr"] = 1 / rank
+            yield {name: (value, torch.ones_like(rank)) for name, value in values.items()}

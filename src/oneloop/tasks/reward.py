@@ -18,10 +18,10 @@ from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.models import scratch_config
 from oneloop.tasks.language.pair_rows import METRICS, PAIRS, PairSettings, PairTask, pair_outputs
-from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.language.sequences import HEAD, Sample, Samples, filled
 from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.model_limits import config_of, padding_token
 from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.rows import Row
@@ -219,18 +219,18 @@ class Reward(PairTask):
         return {name: outputs[name].tolist() for name in names}
 
 
-class RewardSums(PairSums):
+class RewardSums(Means):
     """Means of the metrics of pairs; mean and (population) standard deviation of all rewards."""
 
     def __init__(self) -> None:
-        super().__init__({**METRICS, _SQUARE: None})
-        del self.higher_is_better[_SQUARE]
-        self.higher_is_better |= {"reward_mean": None, "reward_std": None}
+        super().__init__({**METRICS, "reward_mean": None, "reward_std": None})
+        self.names = [*METRICS, _SQUARE]
 
-    def update(self, values: Mapping[str, Tensor]) -> None:
-        chosen = widest(values["chosen_reward"])
-        rejected = widest(values["rejected_reward"])
-        super().update({**values, _SQUARE: (chosen**2 + rejected**2) / 2})
+    def update(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        chosen, weight = values["chosen_reward"]
+        rejected, _ = values["rejected_reward"]
+        square = (widest(chosen) ** 2 + widest(rejected) ** 2) / 2
+        super().update({**values, _SQUARE: (square, weight)})
 
     def compute(self) -> dict[str, float]:
         metrics = super().compute()

@@ -20,7 +20,6 @@ from oneloop.tasks.language.encoder_decoder import (
 )
 from oneloop.tasks.language.generation import generated_texts
 from oneloop.tasks.language.language_model import cross_entropy
-from oneloop.tasks.language.number_words import NumberWords
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
 from oneloop.tasks.language.source_target import (
     Overlong,
@@ -117,7 +116,7 @@ class Seq2Seq(WritesTexts, TokenTargets):
         self._check_numbers()
 
         # Choose the tokenizer; without a model, train it on the training texts.
-        sources = open_sources(data, self.settings, [self.columns], {"numbers": NumberWords})
+        sources = open_sources(data, self.settings, [self.columns], {"numbers": "numbers"})
         if self.name is None:
             trained = [(one.parts["train"], one.columns) for one in sources]
             content = [[rows_content(rows), dict(columns)] for rows, columns in trained]

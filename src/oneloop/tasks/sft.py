@@ -17,11 +17,10 @@ from oneloop.tasks.language.answer_rows import (
     tokenizer_from_scratch,
 )
 from oneloop.tasks.language.completions import end_token_notes, ends_in
-from oneloop.tasks.language.conversations import encoded
+from oneloop.tasks.language.conversations import FLAGS, encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
-from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, ranges
 from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
 from oneloop.tasks.language.token_rows import Data

@@ -11,7 +11,6 @@ from oneloop.tasks.language.conversations import check_system, column_choices, h
 from oneloop.tasks.language.language_model import ModelSettings
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import Overlong, Samples
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.token_rows import (
     Data,
     MakeSamples,
@@ -21,6 +20,7 @@ from oneloop.tasks.language.token_rows import (
     tokens_of_new_rows,
 )
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
+from oneloop.tasks.packaged_rows import PackagedRows
 from oneloop.tasks.rows.cached_arrays import Make, Ragged
 from oneloop.tasks.rows.open_data import Source
 
@@ -82,7 +82,7 @@ class AnswerRows:
         form: of these rows.
         settings: how they are read.
         tokenizer: of the model.
-        packaged: class of the packaged rows.
+        packaged: name of the packaged rows that ``lessons`` means.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class AnswerRows:
         settings: AnswerSettings,
         *,
         tokenizer: Any,
-        packaged: Callable[[str], Any] = SyntheticChats,
+        packaged: str = "lessons",
     ) -> None:
         self.columns = {**columns, "tools": settings.tools, "system": settings.system}
         self.form = form
@@ -166,4 +166,7 @@ class AnswerRows:
 
 def tokenizer_from_scratch(vocab: int) -> Any:
     """Return the tokenizer of a model from scratch, trained on the packaged conversations."""
-    return chat_tokenizer(SyntheticChats("train").texts(), vocab)
+    texts = []
+    for row in PackagedRows("lessons", "train"):
+        texts += [message["content"] for message in row["messages"]]
+    return chat_tokenizer(texts, vocab)

@@ -83,40 +83,6 @@ def configure_four_bits(model: Any) -> None:
         del model.hf_device_map
 
 
-def quantized(module: nn.Module) -> bool:
-    """Whether a module is a 4-bit linear layer."""
-    return type(module).__name__ == "Linear4bit" and hasattr(module, "quant_state")
-
-
-def plain_layer(layer: Any, model: nn.Module) -> Any:
-    """Return a linear layer unchanged, and a 4-bit layer dequantized to the model's dtype."""
-    if not quantized(layer):
-        return layer
-    from bitsandbytes.functional import dequantize_4bit
-
-    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    weight: Any = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    plain.weight.data = weight.to(model.dtype)
-    if layer.bias is not None:
-        plain.bias.data = layer.bias.data
-    return plain
-
-
-def to_source_class(plain: Any, layer: Any) -> nn.Module:
-    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization."""
-    source = getattr(layer, "source_cls", None)
-    if not quantized(layer) or getattr(source, "__name__", "") != "Conv1D":
-        return plain  # type: ignore[no-any-return]
-    from transformers.pytorch_utils import Conv1D
-
-    # GPT-2's linear layers store the transposed weight.
-    transposed = Conv1D(plain.out_features, plain.in_features)
-    transposed.weight.data = plain.weight.data.T.contiguous()
-    if plain.bias is not None:
-        transposed.bias.data = plain.bias.data
-    return transposed  # type: ignore[no-any-return]
-
-
 Architecture = Literal["gpt2", "llama"]
 
 
@@ -177,63 +143,80 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 
     The arguments, and the error, are those of :func:`scratch_config`.
     """
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     config = scratch_config(shape, entries=entries, begin=begin, end=end)
-    if shape.architecture == "gpt2":
-        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
-def scratch_config(shape: Shape, *, entries: int, begin: int | None, end: int) -> Any:
-    """Return the configuration of a GPT-2 or Llama from scratch.
+def scratch_config(
+    shape: Shape,
+    *,
+    entries: int,
+    begin: int | None = None,
+    end: int | None = None,
+    padding: int | None = None,
+    architecture: str = "",
+) -> Any:
+    """Return the configuration of a model from scratch; its other values are the defaults.
 
     Args:
-        shape: architecture and sizes. Without ``mlp`` Llama's MLP has the width 8/3 x ``width``,
-            rounded up to a multiple of 32.
+        shape: architecture and sizes. Without ``mlp``, Llama's MLP has the width 8/3 x ``width``,
+            rounded up to a multiple of 32, and that of the others 4 x ``width``.
         entries: vocabulary size of the tokenizer.
         begin: id of the token that begins a text (None: there is none).
-        end: id of the token that ends a text.
+        end: id of the token that ends a text, likewise.
+        padding: id of the padding token, likewise.
+        architecture: bert or distilbert, in place of the architecture of the shape.
 
     Raises:
         ValueError: the vocabulary exceeds ``padded_vocab``.
     """
-    import transformers
+    from transformers import AutoConfig
 
     if 0 < shape.padded_vocab < entries:
         raise ValueError(
             f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of "
             f"{entries:,} tokens"
         )
-
-    # The defaults of transformers.
-    is_gpt2 = shape.architecture == "gpt2"
+    architecture = architecture or shape.architecture
     configured = partial(
-        transformers.GPT2Config if is_gpt2 else transformers.LlamaConfig,
+        AutoConfig.for_model,
+        architecture,
         vocab_size=shape.padded_vocab or entries,
-        bos_token_id=begin,
-        eos_token_id=end,
-        tie_word_embeddings=is_gpt2 if shape.tied is None else shape.tied,
-        use_cache=False,
-    )
-    if is_gpt2:
-        return configured(
-            n_embd=shape.width,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            n_positions=shape.length,
-            n_inner=shape.mlp,
-            resid_pdrop=shape.dropout,
-            embd_pdrop=shape.dropout,
-            attn_pdrop=shape.dropout,
-        )
-    return configured(
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
         max_position_embeddings=shape.length,
+        bos_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=padding,
+        use_cache=False,
+    )
+    dropout = shape.dropout
+    match architecture:
+        case "gpt2":
+            return configured(
+                tie_word_embeddings=shape.tied is not False,
+                n_inner=shape.mlp,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
+            )
+        case "llama":
+            return configured(
+                tie_word_embeddings=shape.tied is True,
+                num_key_value_heads=shape.kv_heads,
+                intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
+            )
+        case "distilbert":
+            return configured(
+                hidden_dim=4 * shape.width, dropout=dropout, attention_dropout=dropout
+            )
+    return configured(
+        intermediate_size=4 * shape.width,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
 
 

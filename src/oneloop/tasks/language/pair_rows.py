@@ -17,11 +17,10 @@ from oneloop.tasks.language.answer_rows import (
 )
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
 from oneloop.tasks.language.sequences import Sample, Samples, paired
 from oneloop.tasks.language.token_rows import Data
-from oneloop.tasks.language.wrong_answers import PairedChats
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 METRICS: dict[str, bool | None] = {
@@ -86,7 +85,7 @@ class PairTask(LanguageModel):
         encode = partial(encoded_pair, length=length, overlong=settings.overlong)
         form = Form(kinds, encode, ["pair, one border", length, settings.overlong])
         rows = AnswerRows(
-            data, columns, form, settings, tokenizer=self.tokenizer, packaged=PairedChats
+            data, columns, form, settings, tokenizer=self.tokenizer, packaged="answer_pairs"
         )
         self._use_rows(rows, self._samples)
         for name, samples in self.samples.items():
@@ -122,9 +121,9 @@ class PairTask(LanguageModel):
         return [prompt, chosen, rejected]
 
     def update(  # type: ignore[override]
-        self, metrics: PairSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: Means, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
-        metrics.update(outputs)
+        metrics.update({name: (value, torch.ones_like(value)) for name, value in outputs.items()})
 
     def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return the texts of a pair, and whether the chosen answer has the larger reward."""

@@ -106,7 +106,8 @@ class Samples:
         if not 0 <= index < len(self):
             raise IndexError(index)
         groups = np.array([index]) if self.bins is None else self.bins[index]
-        numbers = (self.size * groups[:, None] + np.arange(self.size)).ravel().tolist()
+        offsets = np.arange(self.size)
+        numbers = (self.size * groups[:, None] + offsets).ravel().tolist()
         records = []
         if self.outputs is not None:
             records = [self.outputs[number] for number in numbers]

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from oneloop.tasks.language.sequences import Samples
+from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Make, Ragged, ragged
 from oneloop.tasks.rows.open_data import (
@@ -53,7 +54,7 @@ def open_sources(
     data: Data,
     settings: RowSettings,
     choices: Choices,
-    packaged: Mapping[str, Callable[[str], Any]],
+    packaged: Mapping[str, str],
     *,
     optional: Sequence[str] = (),
 ) -> list[Source]:
@@ -63,14 +64,14 @@ def open_sources(
         data: value of ``task.data``.
         settings: how rows are read and divided.
         choices: columns of a source.
-        packaged: by name of packaged rows, what returns the rows of a split.
+        packaged: name of the packaged rows for each value of ``task.data`` that means some.
         optional: keys of columns without which a test split is not left out.
 
     Raises:
         ValueError: a data set cannot be opened.
     """
     if isinstance(data, str) and data in packaged:
-        parts = {split: packaged[data](split) for split in ("train", "validation", "test")}
+        parts = {split: PackagedRows(packaged[data], split) for split in SPLITS}
         names = {name: name for name in parts["train"][0]}
         return [Source(data, dict.fromkeys(choices[0], "") | names, parts=parts)]
     open_ = partial(opened, held_out=settings.held_out, window=settings.window)

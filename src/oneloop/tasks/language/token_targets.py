@@ -15,7 +15,7 @@ from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
 from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.text_sums import TextSums
+from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.rows.open_data import Source, combined
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
@@ -161,32 +161,35 @@ class TokenTargets:
         """Number of bytes of each token, shape (vocabulary,); None if unknown."""
         return None
 
-    def metrics(self) -> TextSums:
-        return TextSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
+    def metrics(self) -> TextMeans:
+        """Return perplexity and accuracy, and what else can be counted."""
+        better: dict[str, bool | None] = {"perplexity": False, "accuracy": True}
+        if self.token_bytes is not None:
+            better["bits_per_byte"] = False
+        if self.counts_whole_texts:
+            better["exact"] = True
+        return TextMeans(better)
 
     def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: TextMeans, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         target = batch["target"]
         is_target = target != IGNORE
         right = outputs["right"] & is_target
 
-        # Count the bytes of the target tokens, for bits per byte.
-        text = None
+        loss = outputs["loss"]
+        values = {"perplexity": (loss, is_target), "accuracy": (right, is_target)}
+        if "apart" in outputs:
+            values["divergence"] = (outputs["apart"].sum(), is_target)
+
+        # Count the bytes of the target tokens, and the texts that are fully correct.
         sizes = self._sizes_on(target.device)
         if sizes is not None:
-            text = (sizes[target.clamp(min=0)] * is_target).sum()
-        whole = None
+            values["bits_per_byte"] = (loss, sizes[target.clamp(min=0)] * is_target)
         if self.counts_whole_texts:
-            whole = (right | ~is_target).all(1)
-        metrics.update(
-            widest(outputs["loss"]).sum(),
-            is_target.sum(),
-            right=right.sum(),
-            text=text,
-            whole=whole,
-            divergence=outputs["apart"].sum() if "apart" in outputs else None,
-        )
+            exact = (right | ~is_target).all(1)
+            values["exact"] = (exact, torch.ones_like(exact))
+        metrics.update(values)
 
     def _sizes_on(self, device: torch.device) -> Tensor | None:
         """Return the bytes of each token on ``device``, where they are copied only once."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-COMPRESSED = (".gz", ".bz2", ".zst")  # pyarrow finds the compression by this ending
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSED = tuple(_COMPRESSIONS)
 NOT_UNICODE = "is not valid Unicode text: half of a character, or bytes that are not UTF-8"
 _SHOWN = 60  # characters of a row in a message
 _BUFFER = 1 << 20  # bytes per read
-_WHOLE = 64 << 20  # a file that is one JSON object is recognized up to this number of bytes
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,13 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
     Args:
         file: the file.
-        kind: ``json`` (JSON Lines, or one JSON list), or one of :data:`DIALECTS`.
+        kind: ``json`` (JSON Lines, or one JSON list), ``text`` (the file is one row), or one of
+            :data:`DIALECTS`.
 
     Raises:
         ValueError: the whole file cannot be read.
     """
-    read = _json_rows if kind == "json" else _csv_rows
+    read = {"json": _json_rows, "text": _text_row}.get(kind, _csv_rows)
     with _opened(file) as stream:
         try:
             yield from read(file, stream, kind)
@@ -58,33 +59,20 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for binary reading, decompressed. Raise ValueError if it is UTF-16."""
+    """Open a file for buffered reading, decompressed by its ending. Reject UTF-16 text."""
     import pyarrow
 
-    with open_raw(file) as stream:
+    compression = _COMPRESSIONS.get(file.suffix.lower())
+    with pyarrow.input_stream(str(file), compression) as raw:
+        stream = io.BufferedReader(raw, _BUFFER)
         try:
-            begin = stream.peek(4)[:4]  # type: ignore[attr-defined]
+            begin = stream.peek(4)[:4]
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
         # Without a mark at the beginning, every second byte of ASCII text is zero.
         marked = begin.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
         if marked or begin[1:4:2] == b"\0\0" or begin[0:4:2] == b"\0\0":
             raise ValueError(f"{file} is UTF-16 text; save it as UTF-8")
-        yield stream
-
-
-@contextmanager
-def open_raw(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for buffered binary reading; decompress it by its ending."""
-    if file.suffix.lower() not in COMPRESSED:
-        with file.open("rb", buffering=_BUFFER) as plain:
-            yield plain
-        return
-    import pyarrow
-
-    compression = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
-    raw = pyarrow.input_stream(str(file), compression=compression)
-    with io.BufferedReader(raw, _BUFFER) as stream:
         yield stream
 
 
@@ -275,6 +263,12 @@ def _checked_columns(file: Path, names: list[str]) -> list[str]:
     return names
 
 
+def _text_row(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
+    """Yield the text of a file as a row. Some programs begin it with a byte order mark."""
+    text = stream.read().decode("utf-8-sig", "surrogateescape")
+    yield _storable(1, {"text": text}, check=True)
+
+
 def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
     """Yield the objects of JSON Lines, or of one JSON list. A text stands for a row with it."""
     begin = stream.peek(64)[:64]  # type: ignore[attr-defined]
@@ -290,9 +284,7 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             if is_list:
                 at = getattr(error, "lineno", 1)
                 raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
-            if number == 1:
-                _reject_one_object(file)
-            yield FileRow(number, None, f"not JSON: {error}")
+            yield FileRow(number, None, f"not JSON: {error}; write one object per line")
             continue
         # Only an escape sequence can stand for half a character.
         check = b"\\ud" in line.lower()
@@ -304,21 +296,6 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             else:
                 why = f"expected a JSON object, got {json.dumps(one)[:40]}"
                 yield FileRow(number, None, why)
-
-
-def _reject_one_object(file: Path) -> None:
-    """Raise ValueError if a file is one JSON object on several lines."""
-    with open_raw(file) as stream:
-        content = stream.read(_WHOLE)
-    try:
-        value = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(value, dict):
-        raise ValueError(
-            f"{file} is one JSON object on several lines{about_one_object(value)}; write a row per "
-            "line (JSON Lines)"
-        )
 
 
 def about_one_object(values: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import down_to, value_of
+from oneloop.tasks.rows.objects import NoColumn, down_to, reject_some, value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
@@ -78,12 +78,17 @@ class Parquet:
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
         groups: list[tuple[int, ...]] = []
+        lacking = list[NoColumn]()
         for number, file in enumerate(self.files):
-            groups += self._groups_of(number, file)
+            try:
+                groups += self._groups_of(number, file)
+            except NoColumn as error:
+                lacking.append(error)
+        reject_some(lacking, len(self.files))
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 5)
 
         # Number the rows, all of which are selected.
-        self._exclude = False  # whether the rows are all but the picked ones
+        # the numbers of the selected rows in each group as stored; None: all rows
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, _ROWS])
 
@@ -158,10 +163,7 @@ class Parquet:
         for group in np.flatnonzero(self.sizes).tolist():
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
-                picked = self._picked[group]
-                if self._exclude:
-                    picked = np.delete(np.arange(len(array)), picked)
-                array = array.take(picked)
+                array = array.take(self._picked[group])
             for start in range(0, len(array), _SLICE):
                 yield decoded_column(array.slice(start, _SLICE), self._types[column])
 
@@ -182,14 +184,7 @@ class Parquet:
 
     def _stored(self, group: int, rows: Any) -> Any:
         """Return the numbers of selected rows in their group as stored."""
-        if self._picked is None:
-            return rows
-        picked = self._picked[group]
-        if not self._exclude:
-            return picked[rows]
-        # Skip the excluded rows that are stored before these.
-        before = picked - np.arange(len(picked))
-        return rows + np.searchsorted(before, rows, side="right")
+        return rows if self._picked is None else self._picked[group][rows]
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
@@ -253,25 +248,17 @@ class Parquet:
         """Return the bytes of each row group in memory, at most."""
         return self._groups[:, _BYTES]
 
-    def select(
-        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
-    ) -> "Parquet":
+    def select(self, indices: NDArray[np.int64]) -> "Parquet":
         made = self._copy()
-        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
+        made._chosen["rows"] = numbers_key(indices)
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
         made._picked = []
         for group, first in enumerate(self._firsts.tolist()):
-            rows = self._stored(group, indices[bounds[group] : bounds[group + 1]] - first)
-            if exclude and self._picked is not None:
-                # Exclude more rows, or pick fewer.
-                combined = np.union1d if self._exclude else np.setdiff1d
-                rows = combined(self._picked[group], rows)
-            made._picked.append(rows)
-        made._exclude = exclude and (self._exclude or self._picked is None)
-        counts = np.diff(bounds)
-        made._number(self.sizes - counts if exclude else counts)
+            rows = indices[bounds[group] : bounds[group + 1]] - first
+            made._picked.append(self._stored(group, rows))
+        made._number(np.diff(bounds))
         return made
 
     def _copy(self) -> "Parquet":
@@ -294,7 +281,7 @@ class Parquet:
     def select_groups(self, groups: NDArray[np.int64]) -> "Parquet":
         """Return the selected rows of some groups, by their ascending numbers here."""
         made = self._copy()
-        made._chosen["groups"] = numbers_key(groups, exclude=False)
+        made._chosen["groups"] = numbers_key(groups)
         made._groups = self._groups[groups]
         if self._picked is not None:
             made._picked = [self._picked[group] for group in groups.tolist()]

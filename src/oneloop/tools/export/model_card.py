@@ -261,7 +261,7 @@ def _chart(title: str, curve: Curve) -> list[str]:
     # plotille cannot draw NaN and Inf.
     steps = []
     values = []
-    for step, value in zip(*curve.points(), strict=True):
+    for step, value in curve.points():
         if math.isfinite(value):
             steps.append(step)
             values.append(value)

@@ -9,13 +9,6 @@ from oneloop.tools.report.matrices import classes_of, heat_map, matrices_of
 from oneloop.tools.run_reader import Record
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
-_MARKS = {
-    "resume": "triangle-up",
-    "save": "square",
-    "skip": "x",
-    "rewind": "triangle-left",
-    "stop": "octagon",
-}
 _MANY = 12  # curves of a chart, above which it has no legend
 _UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
 _TRAINING = ("train/", "speed/", "share/", "memory/")
@@ -45,16 +38,16 @@ def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
 def axes(runs: Sequence[Record]) -> dict[str, str]:
     """Return the quantities that charts may have on the x axis, and the titles of the axis."""
     found = {"step": "step"}
-    if any(run.along["samples"] for run in runs):
+    if any(run.along["samples"].points() for run in runs):
         found["samples"] = "samples trained on"
-    if any(run.along["time"] for run in runs):
+    if any(run.along["time"].points() for run in runs):
         found["time"] = f"time in {_time_unit(runs)[0]}"
     return found
 
 
 def _time_unit(runs: Sequence[Record]) -> tuple[str, int]:
     """Return the unit of time that suits the longest run, and its seconds."""
-    longest = max((run.along["time"].last for run in runs), default=0.0)
+    longest = max((run.time for run in runs), default=0.0)
     return [unit for unit in _UNITS if longest >= 2 * unit[1] or unit[1] == 1][-1]
 
 
@@ -66,7 +59,6 @@ def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
         "Loss (train: mean since the previous point)",
         [*curves.of("train/loss"), *curves.of("eval/loss")],
         log=_is_logarithmic(runs, "train/loss"),
-        marks=curves.marks(),
     )
 
     # The task's own metrics: in evaluations, in training, and others.
@@ -168,9 +160,6 @@ class _Curves:
                 trace["name"] = name.removeprefix("share/")
                 trace["line"] = {"color": colour, "width": 0}
                 trace["fillcolor"] = colour
-                trace["x"] = averaged(trace["x"])
-                trace["y"] = averaged(trace["y"])
-                trace["meta"] = {axis: averaged(at) for axis, at in trace["meta"].items()}
                 stacked.append(trace)
         of = f": {run.name}" if self._several else ""
         return _chart(f"Shares of the time between log lines{of}", stacked)
@@ -231,56 +220,6 @@ class _Curves:
             positions[axis] = [round(at / unit, 4) for at in run.position(axis, steps)]
         return positions
 
-    def marks(self) -> list[dict[str, Any]]:
-        """Return one trace of markers per kind of event, each kind in a row below the chart."""
-        traces = []
-        for index, run in enumerate(self._runs):
-            colour = _COLOURS[index % len(_COLOURS)] if self._several else "#999"
-            for kind, symbol in _MARKS.items():
-                events = [event for event in run.events() if event["event"] == kind]
-                if not events:
-                    continue
-                # The second y axis has a row for each kind.
-                marker = {
-                    "symbol": symbol,
-                    "size": 8,
-                    "color": colour,
-                    "line": {"width": 1, "color": "#555"},
-                }
-                steps = [event["step"] for event in events]
-                trace = {
-                    "type": "scatter",
-                    "x": steps,
-                    "meta": self._positions(run, steps),
-                    "y": [kind] * len(events),
-                    "yaxis": "y2",
-                    "showlegend": False,
-                    "mode": "markers",
-                    "name": f"{run.name} {kind}" if self._several else kind,
-                    "text": [str(event.get("why", "")) for event in events],
-                    "marker": marker,
-                }
-                traces.append(trace)
-        return traces
-
-
-def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
-    """Return the means of stretches of the values, so that an area can be read.
-
-    Args:
-        values: None: no value.
-        most: largest number of stretches.
-
-    Returns:
-        A mean for each stretch; None if it has no value.
-    """
-    length = max(1, -(-len(values) // most))
-    means: list[float | None] = []
-    for start in range(0, len(values), length):
-        stretch = [value for value in values[start : start + length] if value is not None]
-        means.append(sum(stretch) / len(stretch) if stretch else None)
-    return means
-
 
 def _matrix(name: str, table: dict[str, Any], of: str) -> dict[str, Any]:
     """Return a heat map of a matrix, with the first row at the top."""
@@ -325,20 +264,13 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > 20
 
 
-def _chart(
-    title: str,
-    data: list[dict[str, Any]],
-    *,
-    log: bool = False,
-    marks: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+def _chart(title: str, data: list[dict[str, Any]], *, log: bool = False) -> dict[str, Any]:
     """Return a chart with oneloop's layout.
 
     Args:
         title: the title.
         data: the traces; without any, the chart is left out.
         log: whether the y axis is logarithmic.
-        marks: traces of events, which are drawn below the others.
     """
     y_axis: dict[str, Any] = {"type": "linear", "tickformat": "~g"}
     if log:
@@ -374,18 +306,4 @@ def _chart(
             value = values.pop()
             margin = 0.1 * abs(value or 10)
             y_axis["range"] = [value - margin, value + margin]
-
-    # Give each kind of event a row below the curves.
-    if marks:
-        kinds = len({mark["y"][0] for mark in marks})
-        share = 0.07 * kinds
-        y_axis["domain"] = [share + 0.05, 1]
-        x_axis["anchor"] = "y2"
-        layout["yaxis2"] = {
-            "type": "category",
-            "domain": [0, share],
-            "showgrid": False,
-            "fixedrange": True,
-        }
-        layout["height"] += 20 * kinds
-    return {"title": title, "data": [*data, *marks], "layout": layout}
+    return {"title": title, "data": data, "layout": layout}

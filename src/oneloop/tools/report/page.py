@@ -42,7 +42,6 @@ from oneloop.tools.report.headline import (
 )
 from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.run_reader import (
-    EVENTS,
     Record,
     differences,
     distinct,
@@ -279,18 +278,16 @@ def _classes(run: Record, *, several: bool) -> str:
 
 
 def _events(run: Record) -> str:
-    events = run.events()
-    if not events:
+    if not run.events:
         return ""
     lines = []
-    for event in events:
+    for event in run.events:
         samples = ", ".join(map(str, _list(event.get("ids"))[:32]))
         lines.append((event["step"], event["event"], event.get("why", ""), samples))
-    kinds = [str(event["event"]) for event in events]
-    counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
+    counts = ", ".join(f"{kind} {count}" for kind, count in run.event_counts.items())
     title = f"Events of {run.name}: {counts}"
-    if len(events) >= EVENTS:
-        title += ", some of many"
+    if run.event_counts.total() > len(lines):
+        title += f"; the newest {len(lines):,}"
     return _folded(title, _region("Events", table(["step", "event", "why", "samples"], lines)))
 
 
