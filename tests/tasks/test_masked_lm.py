@@ -327,7 +327,7 @@ def test_the_tokenizer_comes_with_the_weights(data, tmp_path):
     encoded = loaded("one two", "three")
     assert loaded.decode(encoded["input_ids"]) == "[CLS]one two[SEP]three[SEP]"
     again = MaskedLM(data, model=str(tmp_path), block=TINY["block"])
-    assert np.array_equal(again.train_set().spans.tokens, task.train_set().spans.tokens)
+    assert np.array_equal(again.train_set().tokens, task.train_set().tokens)
 
 
 # Wrong inputs.

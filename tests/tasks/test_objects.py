@@ -346,7 +346,7 @@ def test_a_text_of_json_is_trained_as_it_is(tmp_path):
     task = SFT(data=str(written(tmp_path, rows)), width=8, layers=1, heads=1, pack="padded")
     tokens = np.asarray(task.train_set()[0])
     text = task.decode(np.where(tokens < 0, ~tokens, tokens).tolist())
-    assert '{"a": ' in text and not task._chat
+    assert '{"a": ' in text and not task.rows.chat
 
 
 def test_a_whole_text_is_no_object():

@@ -239,8 +239,8 @@ def test_another_end_token_is_another_data_set(tmp_path):
     made = {}
     for end in ("<|im_end|>", "<|endoftext|>"):
         task = SFT(data, model=str(a_model(tmp_path / "model", end=end)), length=64, pack="padded")
-        last = {task.decode([int(task.train_set()[index][-1])]) for index in range(5)}
-        assert last == {end} and task._ends == [task.tokenizer.eos_token_id]
+        last = {task.decode([int(task.train_set().document(index)[-1])]) for index in range(5)}
+        assert last == {end} and task.ends == [task.tokenizer.eos_token_id]
         made[end] = task.train_set().fingerprint()
     assert made["<|im_end|>"] != made["<|endoftext|>"]
     (tmp_path / "model" / "tokenizer_config.json").write_text(
@@ -296,7 +296,7 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
         [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)],
     )
     task = SFT(data, model=model, length=16)  # cuts off all ends
-    assert task._ends == [task.tokenizer.eos_token_id]
+    assert task.ends == [task.tokenizer.eos_token_id]
     said = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "<|im_start|>" + "yes " * 60},
@@ -306,7 +306,7 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
         [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)],
     )
     task = SFT(data, model=model, length=32)
-    assert set(task._ends) == {
+    assert set(task.ends) == {
         task.tokenizer.eos_token_id,
         task.tokenizer.convert_tokens_to_ids("<|im_end|>"),
     }

@@ -18,7 +18,7 @@ from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tools.prove.short_run import as_arguments
 from oneloop.tools.worth.techniques import PRECISION, TECHNIQUES, Machine
-from oneloop.tools.worth.worth import TimedRun, Runner, compare, list_faults, sentences, table
+from oneloop.tools.worth.worth import Runner, TimedRun, compare, list_faults, sentences, table
 
 pytestmark = pytest.mark.covers(
     "oneloop.tools.worth.command",

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.columns import values_of
-from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings, is_packed
 from oneloop.tasks.language.texts import open_all_texts, open_texts
 from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
@@ -66,9 +66,8 @@ class RawTexts(LanguageModel):
         split_by: SplitBy = "rows",
         **model: Any,
     ) -> None:
-        super().__init__(
-            packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
-        )
+        settings = ModelSettings(length=block, **model)
+        super().__init__(settings, packed=is_packed(pack, "concat", "packed", "padded"))
         self.pack = pack
         self.block = self.shape.length
         self.column = column
