@@ -58,7 +58,8 @@ class Means(nn.Module):
 
         columns = on_host(torch.stack(self.rows)).T.tolist()
         totals = [*map(rounded_sum, columns)]
-        return dict(zip(self.names, zip(totals[::2], totals[1::2], strict=True), strict=True))
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return dict(zip(self.names, pairs, strict=True))
 
     def compute(self) -> dict[str, Any]:
         """Return the means by name; NaN without weight."""

@@ -6,6 +6,7 @@ With SDPA, transformers reads each mask in each forward, to leave out a mask tha
 a GPU, the host then waits for all work that is queued.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,9 +73,9 @@ def _outputs(model: Any) -> Any:
     tokens = torch.arange(2 * _TOKENS, device=parameter.device).view(2, -1) % entries
     mask = torch.ones_like(tokens)
     mask[1, _TOKENS // 2 :] = 0
-    inputs = {"attention_mask": mask}
+    run = partial(probe, model, tokens, attention_mask=mask)
     if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens
-    outputs: Tensor = probe(model, tokens, **inputs)[0]
+        run = partial(run, decoder_input_ids=tokens)
+    outputs: Tensor = run()[0]
     # What a padded position has is not used.
     return outputs if outputs.ndim < 3 else outputs[:, : _TOKENS // 2]

@@ -364,7 +364,8 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     for own, other in zip(found, expected, strict=False):
         worst = float("inf")
         if own.shape[-1] == other.shape[-1]:
-            worst = float((widest(own) - widest(other)).abs().max() / other.abs().max())
+            difference = widest(own) - widest(other)
+            worst = float(difference.abs().max() / other.abs().max())
         if not worst <= bound:  # also for NaN
             raise ValueError(
                 f"a loss without logits: the logits of {name} differ from its output layer's by "
