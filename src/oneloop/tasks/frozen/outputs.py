@@ -50,21 +50,16 @@ class FrozenOutputs:
         self.content = content
         self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))  # first record of each
         number = (np.cumsum(self.lengths) - 1) // POSITIONS
-        firsts = np.unique(number, return_index=True)[1]
-        self._edges = [*firsts.tolist(), len(self)]  # where the ranges begin and end
+        self._firsts = np.unique(number, return_index=True)[1].tolist()  # document of each range
+        edges = [*self._firsts, len(self)]
+        self.ranges = [range(first, stop) for first, stop in pairwise(edges)]
+        """the documents of each range; they depend on the lengths alone, so that a range is the
+        same on any number of processes"""
         self.folder: Path | None = None  # it has the file of every range
         self.are_placeholders = False  # whether they are zeros without a folder
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def ranges(self) -> list[range]:
-        """The documents of each range.
-
-        They depend on the lengths alone, so that a range is the same on any number of processes.
-        """
-        return [range(first, stop) for first, stop in pairwise(self._edges)]
 
     @property
     def most_batches(self) -> int:
@@ -108,8 +103,8 @@ class FrozenOutputs:
             )
 
         # Read at the fixed offset of the document in the file of its range.
-        number = bisect(self._edges, document) - 1
-        before = self.size(range(self._edges[number], document))
+        number = bisect(self._firsts, document) - 1
+        before = self.size(range(self.ranges[number].start, document))
         file = self.folder / _name(number)
         try:
             offset = before * self.record.itemsize
