@@ -27,6 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.images",
     "oneloop.tools.after_training.command",
+    "oneloop.tools.after_training.options",
     "oneloop.tools.after_training.evaluate_and_predict",
     "oneloop.tools.after_training.trained_model",
 )

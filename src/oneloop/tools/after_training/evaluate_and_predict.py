@@ -48,8 +48,8 @@ from oneloop.run.before_run import before_run
 from oneloop.task_protocol.generated import Generation, check_generates
 from oneloop.task_protocol.protocol import Objective, check_sets
 from oneloop.task_protocol.user_code import named, theirs
-from oneloop.tools.after_training.command import check_file as check_file
-from oneloop.tools.after_training.command import parsed
+from oneloop.tools.after_training.options import check_file as check_file
+from oneloop.tools.after_training.options import parsed
 from oneloop.tools.after_training.trained_model import initial_model, recipe_of, trained
 
 Columns = dict[str, list[Any]]

@@ -30,7 +30,7 @@ from oneloop.recipe.schema import InitConfig, Recipe
 from oneloop.run.compatibility import data_inputs
 from oneloop.run.final_weights import load_task_state
 from oneloop.task_protocol.protocol import RECORDED, Progress, Task
-from oneloop.tools.after_training.command import recipe_file
+from oneloop.tools.after_training.options import recipe_file
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:

@@ -57,8 +57,7 @@ def export_checkpoint(
     origin: BaseModel | None = getattr(task, "origin", None)
 
     # Reject a folder with other files, and a checkpoint of another base model.
-    _reject_both(folder, adapters=origin is not None and not merge)
-    _reject_own_files(folder)
+    _reject_files(folder, adapters=origin is not None and not merge)
     reject_other_origin(checkpoint, origin)
 
     # Load the weights in the dtypes that they were saved in.
@@ -88,22 +87,18 @@ def export_checkpoint(
         write_final(folder, model, task, about=about)
 
 
-def _reject_both(folder: Path, *, adapters: bool) -> None:
-    """Raise ValueError if the folder would hold both adapters and a whole model."""
-    if adapters and (folder / "config.json").exists():
-        raise ValueError(
-            f"--to {folder} holds a whole model, and adapters would be read together with it; use "
-            "another folder"
-        )
-    if not adapters and (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"--to {folder} holds adapters, and a whole model would be read together with it; use "
-            "another folder"
-        )
+def _reject_files(folder: Path, *, adapters: bool) -> None:
+    """Raise ValueError if the folder would hold adapters and a whole model, or loses a user's file.
 
-
-def _reject_own_files(folder: Path) -> None:
-    """Raise ValueError if the folder has files of the user that an export would replace."""
+    ``adapters``: what is written are adapters."""
+    kinds = {"config.json": "a whole model", "adapter_config.json": "adapters"}
+    written = kinds.pop("adapter_config.json" if adapters else "config.json")
+    for name, kind in kinds.items():
+        if (folder / name).exists():
+            raise ValueError(
+                f"--to {folder} holds {kind}, and {written} would be read together with it; use "
+                "another folder"
+            )
     if (folder / MANIFEST).exists():  # an earlier export
         return
     for name in ("README.md", "config.json", "preprocessor_config.json"):
@@ -118,16 +113,14 @@ def _as_saved(model: nn.Module, checkpoint: Path) -> None:
 
     These are machine.dtype and machine.base_dtype of the run.
     """
-    saved: dict[str, str] = {}
-    for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items():
-        saved[name] = kind
+    tensors = read_manifest(checkpoint).get("tensors", {})
+    saved = {name: kind for name, (kind, _) in tensors.items()}
 
     # Frozen weights of a run without a separate base model are in base/.
     base = base_of(checkpoint)
     if base and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
-
-    kinds: dict[str, str] = {}
+    kinds = {}
     for name, kind in saved.items():
         if name.startswith("model."):
             kinds[name.removeprefix("model.")] = kind

@@ -47,6 +47,11 @@ class Memory:
             phases["evaluation"] = self.evaluation
         return phases
 
+    @property
+    def largest(self) -> PeakMemory:
+        """The phase that needs most memory."""
+        return max(self.phases().values(), key=lambda phase: phase.peak)
+
 
 @dataclass
 class Calls:
@@ -218,19 +223,15 @@ def _memory(
     if ranks > 1:
         allowances["NCCL"] = NCCL
 
-    first = _peak(step, away)
-    largest = first.peak
-    second = None
-    if evaluation is not None:
-        second = _peak(evaluation, away)
-        largest = max(largest, second.peak)
-    total = largest + sum(allowances.values())
-    return Memory(total, allowances, _labelled(owned, away), first, second)
+    def phase(costs: Costs) -> PeakMemory:
+        kinds = _labelled(costs.kinds, away)
+        return PeakMemory(costs.peak - away, kinds, costs.stage, costs.module, costs.operator)
 
-
-def _peak(costs: Costs, away: int) -> PeakMemory:
-    kinds = _labelled(costs.kinds, away)
-    return PeakMemory(costs.peak - away, kinds, costs.stage, costs.module, costs.operator)
+    total = sum(allowances.values())
+    last = None if evaluation is None else phase(evaluation)
+    memory = Memory(total, allowances, _labelled(owned, away), phase(step), last)
+    memory.total += memory.largest.peak
+    return memory
 
 
 def _labelled(kinds: Mapping[str, int], away: int) -> dict[str, int]:

@@ -4,7 +4,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from operator import add
 from pathlib import Path
 
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
@@ -73,7 +72,7 @@ def _verdict(plan: Plan, gpu: Gpu, doubts: Sequence[str], *, tried: bool) -> Ite
 
     # What limits it?
     unit, name = _unit(memory)
-    peak = max(memory.phases().values(), key=lambda one: one.peak)
+    peak = memory.largest
     kind, size = next(iter(peak.kinds.items()))
     operator = peak.operator.removeprefix("aten.")
     yield (
@@ -98,10 +97,8 @@ def _verdict(plan: Plan, gpu: Gpu, doubts: Sequence[str], *, tried: bool) -> Ite
 def _costs(plan: Plan) -> Iterator[str]:
     """Yield the lines about memory, one step, and the whole run."""
     yield from _table(plan.memory)
-    host = []
-    for name, size in plan.host.items():
-        host.append(f"{name} {size / GIB:,.2f}")
-    yield f"host memory per node, GiB: {', '.join(host)}"
+    host = ", ".join(f"{name} {size / GIB:,.2f}" for name, size in plan.host.items())
+    yield f"host memory per node, GiB: {host}"
 
     # One step.
     layout = f"{Path(plan.config_file).stem}, {plan.mixed_precision}, {plan.processes} processes"
@@ -129,8 +126,8 @@ def _costs(plan: Plan) -> Iterator[str]:
     )
     if plan.network:
         yield plan.network
-    found = plan.not_counted
-    for line in dict.fromkeys([*found.other, *found.more, *found.less]):
+    left_out = plan.not_counted
+    for line in dict.fromkeys([*left_out.other, *left_out.more, *left_out.less]):
         yield f"not counted: {line}"
 
 
@@ -157,24 +154,18 @@ def _unit(memory: Memory) -> tuple[float, str]:
 
 def _table(memory: Memory) -> Iterator[str]:
     """Yield the table of memory: a row for each kind, a column for each phase."""
+    unit, name = _unit(memory)
     phases = memory.phases()
     rows: dict[str, list[float]] = {}
     for phase in phases.values():
-        for label in phase.kinds:
-            rows[label] = [other.kinds.get(label, 0) for other in phases.values()]
+        for kind in phase.kinds:
+            rows[kind] = [other.kinds.get(kind, 0) / unit for other in phases.values()]
     for label, size in memory.allowances.items():
-        rows[f"{label} (rule of thumb)"] = [size] * len(phases)
+        rows[f"{label} (rule of thumb)"] = [size / unit] * len(phases)
 
     # Skip rows that would be printed as 0.00; the total is that of the printed ones.
-    unit, name = _unit(memory)
+    rows = {label: sizes for label, sizes in rows.items() if max(sizes) >= 0.005}
+    rows["total"] = [sum(sizes) for sizes in zip(*rows.values(), strict=True)]
     yield f"\n{name + ' per process':34}" + "".join(f"{phase:>12}" for phase in phases)
-    totals = [0.0] * len(phases)
     for label, sizes in rows.items():
-        if max(sizes) / unit >= 0.005:
-            totals = list(map(add, totals, sizes))
-            yield _row(label, sizes, unit)
-    yield _row("total", totals, unit)
-
-
-def _row(label: str, sizes: Sequence[float], unit: float) -> str:
-    return f"  {label:32}" + "".join(f"{size / unit:12,.2f}" for size in sizes)
+        yield f"  {label:32}" + "".join(f"{size:12,.2f}" for size in sizes)

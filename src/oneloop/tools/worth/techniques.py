@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
@@ -21,6 +20,11 @@ class Machine:
     cores: int
     blocks: bool  # whether the model has blocks, for activation checkpointing and regional compile
     convolutions: bool
+
+    @property
+    def gpu(self) -> bool:
+        """Whether it is a CUDA device."""
+        return self.device == "cuda"
 
 
 Keys = dict[str, Any]
@@ -71,46 +75,43 @@ def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     return {"machine.compile": mode}, {"machine.compile": "none"}
 
 
+# What a technique may need: attributes of Machine.
+_NEEDS = {
+    "gpu": "a GPU",
+    "convolutions": "2-d convolutions",
+    "blocks": "a model with blocks",
+}
+
+
 def _on(
-    key: str,
-    on: Any,
-    off: Any,
-    *,
-    needs: str = "",
-    has: Callable[[Machine], bool] = lambda machine: True,
+    key: str, on: Any, off: Any, *, needs: str = ""
 ) -> Callable[[Recipe, Machine], tuple[Keys, Keys] | str]:
     """Return the ``keys`` of a technique that is one key."""
 
     def keys(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
-        if not has(machine):
-            return f"needs {needs}"
+        if needs and not getattr(machine, needs):
+            return f"needs {_NEEDS[needs]}"
         return {key: on}, {key: off}
 
     return keys
 
 
-def _gpu(machine: Machine) -> bool:
-    return machine.device == "cuda"
-
-
-_CONVOLUTIONS = attrgetter("convolutions")
-_BLOCKS = attrgetter("blocks")
 _PINNED = "pinned host memory and asynchronous copies to the device"
 TECHNIQUES = (
     Technique("fused", "one fused kernel for the update of all parameters", _fused),
     Technique("bf16", "bfloat16 mixed precision", _on(PRECISION, "bf16", "no")),
     Technique("workers", "processes that load the data", _workers),
-    Technique("pinned", _PINNED, _on("machine.pinned", True, False, needs="a GPU", has=_gpu)),
+    Technique("pinned", _PINNED, _on("machine.pinned", True, False, needs="gpu")),
     Technique(
         "channels_last",
         "memory layout of convolutions",
-        _on("machine.channels_last", True, False, needs="2-d convolutions", has=_CONVOLUTIONS),
+        _on("machine.channels_last", True, False, needs="convolutions"),
     ),
     Technique("accumulation", "gradient accumulation over 4 micro-batches, or 2", _accumulation),
     Technique(
         "recompute",
         "activation (gradient) checkpointing of every block",
-        _on("machine.recompute", "full", "none", needs="a model with blocks", has=_BLOCKS),
+        _on("machine.recompute", "full", "none", needs="blocks"),
     ),
     Technique("ema", "EMA weights", _ema),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
@@ -119,7 +120,7 @@ TECHNIQUES = (
     Technique(
         "fp16",
         "float16 mixed precision, with loss scaling",
-        _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu),
+        _on(PRECISION, "fp16", "no", needs="gpu"),
     ),
 )
 
