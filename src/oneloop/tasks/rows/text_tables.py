@@ -135,11 +135,7 @@ def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns
     import pyarrow
 
     if kind == "json":
-        return columns_of(
-            (_values(row, fields), f"line {row.line} of {file.name}")
-            for file in files
-            for row in file_rows(file, kind)
-        )
+        return columns_of(_values_and_places(files, fields))
     names = csv_columns(files[0], kind)
     for file in files[1:]:
         columns = csv_columns(file, kind)
@@ -149,6 +145,15 @@ def _columns(files: Sequence[Path], kind: str, fields: Sequence[str]) -> Columns
                 f"{', '.join(names)}"
             )
     return Columns(pyarrow.schema([(name, pyarrow.large_string()) for name in names]))
+
+
+def _values_and_places(
+    files: Sequence[Path], fields: Sequence[str]
+) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield the values and the position of each row of JSON files."""
+    for file in files:
+        for row in file_rows(file, "json"):
+            yield _values(row, fields), f"line {row.line} of {file.name}"
 
 
 def _values(row: FileRow, fields: Sequence[str]) -> Mapping[str, Any]:
