@@ -4,9 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oneloop.tools.run_reader import Record, differences, entries, number
-
-_KEYS = 8  # differing keys in the table of several runs, at most
+from oneloop.tools.run_reader import Record, differences, entries
 
 
 class Ranking(NamedTuple):
@@ -67,41 +65,23 @@ def best(run: Record, metric: str, larger_is_better: bool) -> float:
 
 
 def comparison(ranking: Ranking) -> dict[str, Any]:
-    """Return what the page shows of several runs: a table, and the keys that differ."""
+    """Return what the table of several runs shows: the ranking, the keys that differ, and metrics.
+
+    A row of ``rows`` has the best value of a run, and the newest value of each metric of ``names``
+    (a list, which is empty without one).
+    """
     metric, upward, runs = ranking
-    changed = differences(runs)
-    shown = changed[:_KEYS]
     every = dict.fromkeys(name for run in runs for name in run.curves)
     names = [name for name in every if name.startswith(("eval/", "test/"))]
-    title = "Runs"
-    head = ["run"]
-    if metric:
-        which = "largest" if upward else "smallest"
-        title = f"Runs, the best one first: by the {which} {metric}"
-        head.append(f"best {metric}")
-    head += [key for key, *_ in shown]
-    head += [*names, "step", "seconds", "end"]
-
     rows = []
-    for index, run in enumerate(runs, 1):
-        row: list[Any] = [run.name]
-        if metric:
-            row.append(best(run, metric, upward))
-        row += [values[index] for values in shown]
-        for name in names:
-            values = run.curve(name, "raw")[1]
-            row.append(values[-1] if values else math.nan)
-        step = "–" if run.last is None else f"{run.last:,}"
-        seconds = number(run.summary.get("seconds"))
-        end = run.summary.get("exit_reason") or "not yet"
-        rows.append([*row, step, seconds, end])
+    for run in runs:
+        newest = [run.curve(name, "raw")[1][-1:] for name in names]
+        rows.append({"best": best(run, metric, upward), "newest": newest})
     return {
-        "title": title,
-        "ranked": bool(metric),
-        "head": head,
+        "ranking": ranking,
+        "changed": differences(runs),
+        "names": names,
         "rows": rows,
-        "changed_head": ["key", *(run.name for run in runs)],
-        "changed": changed,
     }
 
 
