@@ -27,8 +27,7 @@ _KINDS = {
 }
 """the hub's task names (pipeline tags) by oneloop's"""
 _ROWS = 20  # of the table of data, at most
-_RECIPE_KEYS = ("seed", "duration")  # keys of the recipe that a card shows, before the groups
-_RECIPE_GROUPS = ("task", "batch", "optimizer", "schedule")
+_RECIPE = ("seed", "duration", "task", "batch", "optimizer", "schedule")  # keys that a card shows
 _NEW_ENCODERS = ("bytes", "bpe")  # values of task.model that name no base model
 _HUB = "hf:"
 
@@ -178,9 +177,6 @@ def _curves(record: Record) -> Iterator[str]:
 
 def _recipe(record: Record) -> str:
     """Return the recipe's keys that decide what is trained, as YAML."""
-    shown = {name: record.recipe[name] for name in _RECIPE_KEYS if name in record.recipe}
-    for name, group in record.recipe.items():
-        if name in _RECIPE_GROUPS:
-            shown[name] = group
+    shown = {name: record.recipe[name] for name in _RECIPE if name in record.recipe}
     text: str = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
     return text.rstrip()
