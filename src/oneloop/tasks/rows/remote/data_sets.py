@@ -12,7 +12,7 @@ from oneloop.tasks.rows.remote.footers import opened_files
 from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
-from oneloop.tasks.rows.remote.web import listed, with_owner
+from oneloop.tasks.rows.remote.web import HubFiles, hub_files
 
 _CONVERTED = "refs/convert/parquet"  # branch with the hub's own conversion
 
@@ -144,33 +144,28 @@ def streamed(name: str) -> str:
         ValueError: it has no Parquet files of this configuration.
     """
     wanted, _, revision = name.partition("@")
-    short, _, config = wanted.partition(":")
-    repository = with_owner(short)  # which an address of the hub needs
-    own = _parquet(listed(repository, revision or None, ""))
+    repository, _, config = wanted.partition(":")
+    own = hub_files(repository, revision or None)
     folders = _folders(own)
-    if own and (not config or config in folders):
-        return _address(repository, own, _chosen(name, folders, config))
+    if folders and (not config or config in folders):
+        return _address(own, _chosen(name, folders, config))
     if revision:
         raise ValueError(
             f"hf:{name} has no Parquet files; the hub converts only the main branch: "
             "leave @REVISION out, or set task.stream false to download it"
         )
-    made = _parquet(listed(repository, _CONVERTED, ""))
-    if any(part.startswith("partial-") for path in made for part in path.split("/")):
+    made = hub_files(own.repository, _CONVERTED)
+    if any(part.startswith("partial-") for path in made.sizes for part in path.split("/")):
         raise ValueError(
             f"hf:{name}: the hub has converted only a part of it to Parquet; set task.stream "
             "false to download it"
         )
-    return _address(repository, made, _chosen(name, _folders(made), config))
+    return _address(made, _chosen(name, _folders(made), config))
 
 
-def _parquet(files: Iterable[tuple[str, int, str]]) -> dict[str, str]:
-    """Return the commit of each Parquet file by its path."""
-    return {path: commit for path, _, commit in files if path.endswith(".parquet")}
-
-
-def _folders(paths: Iterable[str]) -> list[str]:
-    """Return the first folders of paths; empty for a file without a folder."""
+def _folders(files: HubFiles) -> list[str]:
+    """Return the first folders of Parquet files; empty for a file without a folder."""
+    paths = [path for path in files.sizes if path.endswith(".parquet")]
     return sorted({path.rpartition("/")[0].partition("/")[0] for path in paths})
 
 
@@ -188,7 +183,6 @@ def _chosen(name: str, folders: Sequence[str], config: str) -> str:
     raise ValueError(f"hf:{name}: its configurations are {known}; write hf:NAME:CONFIG")
 
 
-def _address(repository: str, paths: Mapping[str, str], folder: str) -> str:
-    commit = next(iter(paths.values()))
-    root = f"hf://datasets/{repository}@{commit}"
+def _address(files: HubFiles, folder: str) -> str:
+    root = f"hf://datasets/{files.repository}@{files.commit}"
     return f"{root}/{folder}/**/*.parquet" if folder else f"{root}/**/*.parquet"

@@ -99,37 +99,19 @@ class NeededGroups:
         row_steps = np.broadcast_to(steps[:, None], indices.shape)[inside]
         groups = np.searchsorted(self._firsts, indices[inside], side="right") - 1
 
-        # Find the step at which the budget is used up. The current step is always needed.
-        end = self._end(groups, row_steps, int(steps[-1]) + 1)
-        self._full = end <= steps[-1]
-        end = max(end, step + 1)
-        self._seen = max(self._seen, end)
-        keep = row_steps < end
-
-        # Find the first and the last step of each use.
-        columns = []
-        for part in (groups, epochs[inside], row_steps):
-            columns.append(part[keep].tolist())
-        for group, epoch, at in zip(*columns, strict=True):
-            first, _ = self._uses.get((group, epoch), (at, at))
-            self._uses[group, epoch] = first, at
-
-    def _end(self, groups: NDArray[np.int64], steps: NDArray[np.int64], end: int) -> int:
-        """Return the step of the first group that does not fit into the budget, or ``end``.
-
-        Args:
-            groups: of each sample, in order of the steps.
-            steps: of each sample.
-            end: after the last step.
-        """
+        # Note the first and the last step of each use, until a group does not fit into the budget.
+        # Those of the current step are always needed.
         known = {group for group, _ in self._uses}
         held = sum(int(self._sizes[group]) for group in known)
-        used, first = np.unique(groups, return_index=True)
-        for at in np.argsort(first, kind="stable").tolist():
-            group = int(used[at])
-            if group in known:
-                continue
-            held += int(self._sizes[group])
-            if held > self._budget:
-                return int(steps[first[at]])
-        return end
+        samples = zip(groups.tolist(), epochs[inside].tolist(), row_steps.tolist(), strict=True)
+        for group, epoch, at in samples:
+            if group not in known:
+                held += int(self._sizes[group])
+                if held > self._budget and at > step:
+                    self._full = True
+                    self._seen = at
+                    return
+                known.add(group)
+            first, _ = self._uses.get((group, epoch), (at, at))
+            self._uses[group, epoch] = first, at
+        self._seen = int(steps[-1]) + 1

@@ -8,12 +8,12 @@ from oneloop.tasks.rows.remote.buckets import GsStore, S3Store
 from oneloop.tasks.rows.remote.store import RemoteStore
 from oneloop.tasks.rows.remote.web import HttpsStore, HubStore
 
-_STORES: dict[str, type[S3Store | GsStore | HubStore]] = {
-    "s3": S3Store,
-    "gs": GsStore,
-    "hf": HubStore,
+_STORES: dict[str, tuple[type[S3Store | GsStore | HubStore], str]] = {
+    "s3": (S3Store, "s3fs"),
+    "gs": (GsStore, "gcsfs"),
+    "hf": (HubStore, "huggingface_hub"),
 }
-"""the store of each scheme but http and https"""
+"""the store of each scheme but http and https, and the package that it needs"""
 
 
 def open_store(address: str) -> RemoteStore:
@@ -23,9 +23,9 @@ def open_store(address: str) -> RemoteStore:
         ValueError: the address is invalid.
         BadInput: a package is missing.
     """
-    given = address_of(address)
-    package = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}.get(given.scheme, "urllib3")
+    named = address_of(address)
+    store, package = _STORES.get(named.scheme, (HttpsStore, "urllib3"))
     for name in (package, "pyarrow", "urllib3"):
         if find_spec(name) is None:
             raise BadInput(f"{address} needs {name}: pip install 'oneloop[text,buckets]'")
-    return _STORES.get(given.scheme, HttpsStore)(given)
+    return store(named)

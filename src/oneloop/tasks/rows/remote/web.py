@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 
 from oneloop.basics.bucket import StoreDeniedError, StoreError, StoreNotFoundError
@@ -44,6 +44,8 @@ class _WebStore(RemoteStore):
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Return status, headers and body of an answer; follow redirects to the same scheme.
 
+        Raises StoreError for the statuses of :func:`_check_status`.
+
         Args:
             where: the address for messages; that of a redirect may hold a secret.
             url: of the request.
@@ -65,6 +67,7 @@ class _WebStore(RemoteStore):
                 raise StoreError(f"{where}: {type(error).__name__}") from None
             target = answer.headers.get("Location")
             if answer.status not in (301, 302, 303, 307, 308) or not target:
+                _check_status(where, answer.status)
                 return answer.status, answer.headers, body
             url, before = urljoin(url, target), urlsplit(url)
             after = urlsplit(url)
@@ -81,14 +84,6 @@ class _WebStore(RemoteStore):
         start, end = span
         wanted = {"Range": f"bytes={start}-{end - 1}", **headers}
         status, found, body = self._get(where, url, wanted, end - start)
-        if status in (401, 403):
-            raise StoreDeniedError(f"{where}: status {status}; check address and credentials")
-        if status in (404, 410):
-            raise StoreNotFoundError(f"{where}: status {status}: the file does not exist")
-        if status in (412, 416):
-            raise changed(where)
-        if status in _TEMPORARY:
-            raise StoreError(f"{where}: status {status}")
         if status != 206:
             raise _rejected(
                 f"{where}: status {status} in place of 206: the server does not send ranges of a "
@@ -113,11 +108,8 @@ class HttpsStore(_WebStore):
     def _names(self) -> list[str]:
         """Return the names in the list; each is below the folder of the list."""
         status, _, body = self._get(self.address, self.address, {}, MOST_BYTES)
-        if status in (404, 410):
-            raise StoreNotFoundError(f"{self.address}: status {status}: the file does not exist")
         if status != 200:
-            kind = StoreDeniedError if status in (401, 403) else StoreError
-            raise kind(f"{self.address}: status {status}")
+            raise StoreError(f"{self.address}: status {status}")
         if len(body) > MOST_BYTES:
             raise ValueError(f"{self.address} is longer than {MOST_BYTES:,} bytes")
         names = []
@@ -153,12 +145,8 @@ class HttpsStore(_WebStore):
         return RemoteObject(name, size, version)
 
     def _range(self, item: RemoteObject, start: int, end: int) -> bytes:
-        # Servers never match a weak ETag, which is compared below.
-        condition = {}
-        if item.version.startswith('"'):
-            condition["If-Match"] = item.version
         where = self.where(item)
-        body, size, headers = self._span(where, where, (start, end), condition)
+        body, size, headers = self._span(where, where, (start, end), {})
         if (size, _version(headers)) != (item.size, item.version):
             raise changed(where)
         return body
@@ -179,11 +167,12 @@ class HubStore(_WebStore):
         self._folder = "/".join(folders)
 
     def _listed(self) -> list[RemoteObject]:
+        files = hub_files(self._repository, self._revision, self._folder)
         found = []
-        for path, size, commit in listed(self._repository, self._revision, self._folder):
+        for path, size in files.sizes.items():
             name = path.removeprefix(f"{self._folder}/")
             if self._matches(name):
-                found.append(RemoteObject(name, size, commit))
+                found.append(RemoteObject(name, size, files.commit))
         return found
 
     def _range(self, item: RemoteObject, start: int, end: int) -> bytes:
@@ -205,8 +194,16 @@ class HubStore(_WebStore):
         return body
 
 
-def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str, int, str]]:
-    """Return path, size and commit of the files of a data set on the hub.
+class HubFiles(NamedTuple):
+    """Files of a data set on the hub."""
+
+    repository: str  # its name with its owner: of ``squad``, ``rajpurkar/squad``
+    commit: str
+    sizes: dict[str, int]  # bytes by path
+
+
+def hub_files(repository: str, revision: str | None, folder: str = "") -> HubFiles:
+    """Return the files of a data set on the hub.
 
     Args:
         repository: name of the data set.
@@ -215,37 +212,24 @@ def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str
 
     Raises:
         StoreError: the data set, revision or folder does not exist or cannot be read.
+        ValueError: it has no owner.
     """
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=_hub())
     with _hub_errors(repository, revision, folder):
-        commit = api.dataset_info(repository, revision=revision).sha
-        tree = api.list_repo_tree(
-            repository, folder or None, recursive=True, revision=commit, repo_type="dataset"
-        )
-        return [(item.path, item.size, str(commit)) for item in tree if hasattr(item, "size")]
-
-
-def with_owner(repository: str) -> str:
-    """Return the name of a data set on the hub with its owner: of ``squad``, ``rajpurkar/squad``.
-
-    Raises:
-        StoreError: the hub cannot be read, or has no such data set.
-        ValueError: it has no owner.
-    """
-    from huggingface_hub import HfApi
-
-    if "/" in repository:
-        return repository
-    with _hub_errors(repository, None, ""):
-        name: str = HfApi(endpoint=_hub()).dataset_info(repository).id
-    if "/" not in name:
+        about = api.dataset_info(repository, revision=revision)
+    if "/" not in about.id:
         raise ValueError(
             f"hf:{repository} has no owner, and is read in place only by hf:OWNER/NAME; name a "
             "copy that has one, or set task.stream false to download it"
         )
-    return name
+    with _hub_errors(repository, revision, folder):
+        tree = api.list_repo_tree(
+            about.id, folder or None, recursive=True, revision=about.sha, repo_type="dataset"
+        )
+        sizes = {item.path: item.size for item in tree if hasattr(item, "size")}
+    return HubFiles(about.id, str(about.sha), sizes)
 
 
 @contextmanager
@@ -278,6 +262,18 @@ def _hub_errors(repository: str, revision: str | None, folder: str) -> Iterator[
 def _hub() -> str | None:
     """Return the address of a hub other than huggingface.co, if there is one."""
     return os.environ.get("HF_ENDPOINT")
+
+
+def _check_status(where: str, status: int) -> None:
+    """Raise StoreError for a status that says what is wrong."""
+    if status in (401, 403):
+        raise StoreDeniedError(f"{where}: status {status}; check address and credentials")
+    if status in (404, 410):
+        raise StoreNotFoundError(f"{where}: status {status}: the file does not exist")
+    if status in (412, 416):
+        raise changed(where)
+    if status in _TEMPORARY:
+        raise StoreError(f"{where}: status {status}")
 
 
 def _version(headers: Mapping[str, str]) -> str:
