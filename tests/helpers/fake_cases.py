@@ -102,10 +102,12 @@ def _prepared(folder: Path, name: str) -> Prepared:
 
 
 def _texts(folder: Path) -> None:
-    folder.mkdir()
+    # Folders name the splits, so that no rule draws them.
     for number in range(40):
         lines = [f"line {line} of text {number * line}" for line in range(40)]
-        (folder / f"{number}.txt").write_text("\n".join(lines))
+        split = folder / {0: "validation", 1: "test"}.get(number % 10, "train")
+        split.mkdir(parents=True, exist_ok=True)
+        (split / f"{number}.txt").write_text("\n".join(lines))
 
 
 def _pairs(folder: Path) -> None:
