@@ -27,6 +27,7 @@ at the same time, in about eleven minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -77,6 +78,11 @@ task: {name: causal_lm, data: texts, pack: packed, layers: 1, heads: 2, width: 1
 batch: {size: 8}
 track: []
 """
+PAIR_RECIPE = """
+task: {name: preference, data: pairs.jsonl, layers: 1, heads: 2, width: 16, length: 64}
+batch: {size: 8}
+track: []
+"""
 
 
 def finished(command: Sequence[str], folder: Path, *, code: int = 0) -> None:
@@ -93,6 +99,21 @@ def train_texts(folder: Path) -> None:
         (folder / "texts" / f"{number}.txt").write_text("\n".join(lines))
     (folder / "text.yaml").write_text(TEXT_RECIPE)
     finished([*LAUNCH, "text.yaml", "--run.dir", "run", *BATCH], folder)
+
+
+def train_pairs(folder: Path) -> None:
+    pairs = []
+    for number in range(200):
+        pair = {
+            "prompt": f"{number} is",
+            "chosen": f" {number}",
+            "rejected": " none" * (number % 3),
+        }
+        pairs.append({**pair, "rejected": f" no{pair['rejected']}"})
+    lines = [json.dumps(pair) + "\n" for pair in pairs]
+    (folder / "pairs.jsonl").write_text("".join(lines))
+    (folder / "pair.yaml").write_text(PAIR_RECIPE)
+    finished([*LAUNCH, "pair.yaml", "--run.dir", "run", *BATCH], folder)
 
 
 def train_digits(folder: Path, *keys: str) -> None:
@@ -181,6 +202,7 @@ def bad_way(policy: str, code: int) -> Way:
 WAYS = [
     Way("a batch of the digits", lambda folder: train_digits(folder, *BATCH), steps=STEPS),
     Way("a batch of packed text", train_texts, steps=STEPS),
+    Way("a batch of packed pairs", train_pairs, steps=STEPS),
     Way(
         "ema.half_life to evaluation",
         lambda folder: train_digits(folder, *EVALUATIONS, "--ema.half_life", "320"),
