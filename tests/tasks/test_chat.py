@@ -400,7 +400,7 @@ def qwen(tmp_path_factory) -> Path:
 def trained_of(task: SFT) -> list[str]:
     """Return the training samples as texts, in order."""
     rows = task.train_set()
-    return [marked(task.tokenizer, rows[index]) for index in range(len(rows))]
+    return [marked(task.tokenizer, rows[index].documents[0]) for index in range(len(rows))]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
             total, outputs = task.loss(model, batch)
         rows, count = [], 0
         for sample in samples:
-            members = sample if pack == "packed" else [sample]
+            members = sample.documents
             row = [reference[tuple(np.where(one < 0, ~one, one).tolist())] for one in members]
             rows.append([loss for each, _ in row for loss in each])
             count += sum(known for _, known in row)
@@ -652,7 +652,7 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     data = str(written(tmp_path / "data", rows, held=[{"messages": [system, *short[0]]}]))
     task = SFT(data, model=str(qwen), pack="padded", length=length, overlong=overlong)
     mine = task.train_set()
-    samples = [mine[index] for index in range(len(mine))]
+    samples = [mine.document(index) for index in range(len(mine))]
     pieces_of: list[tuple[list[int], list[bool]]] = []
     for (tokens, trained), is_long in zip(each, too_long, strict=True):
         if overlong == "drop" and is_long:
