@@ -18,7 +18,7 @@ from oneloop.job.model import in_dtype
 from oneloop.optim.optimizers import adamw, build, set_lr
 from oneloop.recipe.key_rules import described
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.language.texts import documents
+from oneloop.tasks.language.texts import TextFile
 from oneloop.tasks.rows.find_files import found
 from oneloop.tools.run_reader import Curve, Follower, read_record
 from silent_cases import ALL, BASE
@@ -477,7 +477,7 @@ def test_texts_as_other_programs_write_them(tmp_path):
     (tmp_path / "dev" / "b.txt").write_text("more")
     there = found(tmp_path, ["text"])
     assert {
-        part: [len(one.text) for one in documents(files, tmp_path)]
+        part: [len(TextFile(file, tmp_path).text) for file in files]
         for part, files in there.parts.items()
     } == {"": [4, 200_000]}
 

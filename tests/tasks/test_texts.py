@@ -85,29 +85,6 @@ def test_a_text_of_one_line_is_cut_after_a_word_or_anywhere(tmp_path):
         assert name == "none" or bytes(tokens["train"]).endswith(b" ")
 
 
-def test_a_large_file_is_trained(tmp_path):
-    """Two small files are validation and test, whatever the names; a line has the shares."""
-    for number, names in enumerate((("book", "b", "c"), ("part1", "part2", "part3"))):
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        for name, words in zip(names, (20000, 100, 100), strict=True):
-            (folder / f"{name}.txt").write_text(f"{name} " * words)
-        task = CausalLM(str(folder), **SMALL)
-        sizes = {name: len(part) for name, part in tokens_of(task).items()}
-        assert sizes["train"] > 30000 and max(sizes["validation"], sizes["test"]) < 1000
-        assert any(
-            "train 1 files (" in note and "% of the characters)" in note for note in task.notes
-        )
-
-
-def test_about_the_share_of_the_characters_is_held_out(tmp_path):
-    files(tmp_path / "data", 30)
-    tokens = tokens_of(CausalLM(str(tmp_path / "data"), held_out=0.1, **SMALL))
-    total = sum(map(len, tokens.values()))
-    for name in ("validation", "test"):
-        assert 0.06 < len(tokens[name]) / total <= 0.1
-
-
 def test_a_short_file_next_to_a_long_one_is_trained(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "long.txt").write_text("some words\n" * 400)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.models import SCRATCH
-from oneloop.tasks.language.raw_texts import RawTexts
+from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.texts import Texts
+from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import Blocks, Bytes, Vocabulary
-from oneloop.tasks.rows.open_data import SplitBy, Unreadable
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.open_data import Data
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8
@@ -30,12 +30,6 @@ class CausalLM(RawTexts):
             json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight:
             0.7}, …]. Splits come from the names of files, folders or hub splits (train, validation,
             test); see held_out.
-        column: column of the text.
-        held_out: share of the rows for each of validation and test, if the data set has no such
-            split.
-        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
-            Parquet files, without reading them.
-        window: megabytes of parquet rows in memory per process.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: vocabulary size of the bpe tokenizer from scratch.
@@ -43,8 +37,6 @@ class CausalLM(RawTexts):
             earlier texts in its sample), packed (several texts per sample; none attends to
             another), or padded (one text per sample; the samples of a step have similar lengths).
             packed and padded split longer texts.
-        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
-            not UTF-8), or skip such rows and list them in environment.json.
     """
 
     needs = SCRATCH | {
@@ -55,43 +47,22 @@ class CausalLM(RawTexts):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "stdlib",
-        column: str = "text",
-        held_out: float = 0.05,
-        window: int = 256,
+        data: Data = STDLIB,
         block: int = 128,
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
-        pack: Literal["concat", "packed", "padded"] = "concat",
-        unreadable: Unreadable = "stop",
-        split_by: SplitBy = "rows",
-        **model: Any,
+        pack: Pack = "concat",
+        **settings: Any,
     ) -> None:
-        super().__init__(
-            data=data,
-            column=column,
-            held_out=held_out,
-            window=window,
-            unreadable=unreadable,
-            split_by=split_by,
-            packed=is_packed(pack, "concat", "packed", "padded"),
-            length=block,
-            **model,
-        )
-        self.pack = pack
-        self.block = self.shape.length
+        super().__init__(data, block=block, pack=pack, **settings)
 
-        # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
-        self._cache_key: list[Any]
+        # Choose the tokenizer.
         if self.name is not None:
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
-            self._cache_key = [self.tokenizer.content]
         elif tokenizer == "bytes":
             self.tokenizer = Bytes()
-            self._cache_key = [tokenizer]
         else:
-            self.tokenizer, content = self._train_bpe(vocab)
-            self._cache_key = [tokenizer, vocab, content]
+            self.tokenizer = self._train_bpe(vocab)
         self.begin = self.end = self.tokenizer.separator
         self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
 
@@ -108,11 +79,7 @@ class CausalLM(RawTexts):
             )
         self.notes = self._data_notes
 
-    def _samples(self, part: Texts, name: str) -> Any:
-        tokens = part.tokens(
-            self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
-        )
-        content = part.fingerprint()
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Any:
         if self.pack == "concat":
             self._note(name, tokens.notes)
             return Blocks(tokens, self.block, whole=name == "train", content=content)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
-from oneloop.tasks.language.language_model import is_packed
+from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import load_model
-from oneloop.tasks.language.raw_texts import RawTexts
+from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Pieces, spans
-from oneloop.tasks.language.texts import Texts
+from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import SplitBy, Unreadable
+from oneloop.tasks.rows.open_data import Data
 from oneloop.tasks.text_encoders import bert_config
 from oneloop.tasks.unread_masks import leave_masks_unread
 
@@ -40,12 +40,6 @@ class MaskedLM(RawTexts):
             json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight:
             0.7}, …]. Splits come from the names of files, folders or hub splits (train, validation,
             test); see held_out.
-        column: column of the text.
-        held_out: share of the rows for each of validation and test, if the data set has no such
-            split.
-        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
-            Parquet files, without reading them.
-        window: megabytes of parquet rows in memory per process.
         block: tokens per sample, with its special tokens.
         vocab: vocabulary size of a model from scratch (a byte-level BPE, trained on the training
             texts).
@@ -58,73 +52,55 @@ class MaskedLM(RawTexts):
             packed (several texts per sample; none attends to another), or padded (one text per
             sample; the samples of a step have similar lengths). packed and padded split longer
             texts.
-        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
-            not UTF-8), or skip such rows and list them in environment.json.
         model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a BERT
             from scratch).
-        pretrained: load the weights of model (false: use only its configuration).
-        trust_remote_code: run Python code stored with the weights (only if you trust the author).
-        layers: number of transformer blocks.
-        heads: number of attention heads.
-        width: hidden size.
         dropout: dropout of embeddings, attention and residuals (of a model from scratch).
     """
 
     shows_likeliest = True
+    ends_texts = False
     needs = _NEEDS
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "stdlib",
-        column: str = "text",
-        held_out: float = 0.05,
-        window: int = 256,
+        data: Data = STDLIB,
         block: int = 128,
         vocab: int = 4096,
         share: float = 0.15,
         kept: float = 0.1,
         replaced: float = 0.1,
         whole_words: bool = False,
-        pack: Literal["concat", "packed", "padded"] = "concat",
-        unreadable: Unreadable = "stop",
-        split_by: SplitBy = "rows",
+        pack: Pack = "concat",
         model: str | None = None,
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
-        layers: int = 4,
-        heads: int = 4,
-        width: int = 128,
         dropout: float = 0.0,
+        **settings: Any,
     ) -> None:
         masks = Masks(share=share, kept=kept, replaced=replaced, whole_words=whole_words)
+        # These settings of a language model are not those of an encoder.
         super().__init__(
-            data=data,
-            column=column,
-            held_out=held_out,
-            window=window,
-            unreadable=unreadable,
-            split_by=split_by,
-            packed=is_packed(pack, "concat", "packed", "padded"),
-            length=block,
-            dropout=dropout,
+            data,
+            block=block,
+            pack=pack,
             model=model,
-            pretrained=pretrained,
-            trust_remote_code=trust_remote_code,
-            layers=layers,
-            heads=heads,
-            width=width,
+            dropout=dropout,
+            architecture="gpt2",
+            kv_heads=None,
+            mlp=None,
+            tied=None,
+            padded_vocab=0,
             fused_loss=False,
+            router_loss="refuse",
+            lora=LoRA(),
+            **settings,
         )
-        self.pack = pack
-        self.block = self.shape.length
 
         # Choose the tokenizer.
         if self.name is not None:
-            config = _encoder_config(self.name, trust_remote_code=trust_remote_code)
+            config = _encoder_config(self.name, trust_remote_code=self.trust_remote_code)
             self.tokenizer = MaskedTokens(self.known_tokenizer(), masks, self.name)
             padding = padding_token(config, self.tokenizer.model)
         else:
-            bpe, _ = self._train_bpe(vocab, special=MASK_SPECIAL)
+            bpe = self._train_bpe(vocab, special=MASK_SPECIAL)
             made = mask_tokenizer(bpe.model, self.block)
             self.tokenizer = MaskedTokens(made, masks, "null")
             padding = made.pad_token_id
@@ -143,13 +119,7 @@ class MaskedLM(RawTexts):
         self._takes_documents = True
         self._first_position = 0
 
-    def _samples(self, part: Texts, name: str) -> Any:
-        tokens = part.tokens(
-            self.tokenizer.encode,
-            made_by=self.tokenizer.cache_key,
-            what=f"tokenizing {name}",
-            ended=False,
-        )
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Any:
         if not (tokens.values >= 0).any():
             raise ValueError(f"task.data: no text of the {name} split has a token to predict")
         if self.pack == "concat":
@@ -159,7 +129,6 @@ class MaskedLM(RawTexts):
         # Cut them; masks are drawn whenever a sample is read.
         made = spans(tokens, self.block, "split", special=self.tokenizer.around)
         made = replace(made, draw=self.tokenizer.draw)
-        content = part.fingerprint()
         if self.pack == "concat":
             return Pieces(made, content)
         self._note(name, made.notes)

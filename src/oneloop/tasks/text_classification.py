@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.labels import OneClass
-from oneloop.tasks.language.texts import Document, held_out, stdlib
+from oneloop.tasks.language.texts import TextFile, held_out, stdlib
 from oneloop.tasks.text_rows import TextRows
 
 
@@ -98,6 +98,6 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
     return splits
 
 
-def _package(file: Document) -> str:
+def _package(file: TextFile) -> str:
     """Return the name of the package that a file is in."""
     return file.name.split("/")[0]

@@ -1,14 +1,20 @@
 """Base class of the tasks on raw texts: causal and masked language modelling."""
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
 
-from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.texts import Texts, all_texts, texts_of
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.tasks.columns import values_of
+from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.texts import open_all_texts, open_texts
 from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
 from oneloop.tasks.rows.cache import rows_content
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
+    Data,
     Source,
     SplitBy,
     Unreadable,
@@ -17,6 +23,9 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     skipped_rows,
 )
+from oneloop.tasks.rows.rows import Row
+
+Pack = Literal["concat", "packed", "padded"]
 
 
 class RawTexts(LanguageModel):
@@ -26,67 +35,105 @@ class RawTexts(LanguageModel):
 
     Args:
         data: value of ``task.data``.
+        block: tokens per sample.
+        pack: how samples are made of texts.
         column: column of the text.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
         split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
             Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
-        unreadable: stop at a row of a file that cannot be read, or skip such rows.
+        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
+            not UTF-8), or skip such rows and list them in environment.json.
     """
 
     length_key = "block"
     default_length = 128
+    ends_texts = True  # whether the tokenizer adds a token at the end of each text
 
     def __init__(
         self,
+        data: Data,
         *,
-        data: str | list[dict[str, Any]],
-        column: str,
-        held_out: float,
-        window: int,
-        unreadable: Unreadable,
-        split_by: SplitBy,
+        block: int,
+        pack: Pack,
+        column: str = "text",
+        held_out: float = 0.05,
+        window: int = 256,
+        unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         **model: Any,
     ) -> None:
-        super().__init__(**model)
+        super().__init__(
+            packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
+        )
+        self.pack = pack
+        self.block = self.shape.length
         self.column = column
         self.window = window
         self._sources = named_sources(
             data, {"column": column}, unreadable=unreadable, split_by=split_by, remote=False
         )
-        self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
+        for source in self._sources:
+            open_texts(source, share=held_out, window=window)
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
 
-    def _train_bpe(
-        self, vocab: int, special: Sequence[str] = END_OF_TEXT
-    ) -> tuple[BPE, Sequence[Any] | None]:
-        """Train a BPE on the training texts; return it, and a key of their content.
+    def _train_bpe(self, vocab: int, special: Sequence[str] = END_OF_TEXT) -> BPE:
+        """Train a BPE on the training texts; it is cached by their content.
 
         Args:
             vocab: vocabulary size.
             special: special tokens, which get the first ids.
         """
-        trained = [splits["train"] for splits in self._texts]
-        fingerprints = [rows_content(split) for split in trained]
-        content = None if None in fingerprints else fingerprints
-        texts = chain.from_iterable(trained)
-        bpe = BPE(texts, vocab, cache_key=content, special=special)
-        return bpe, content
+        trained = [(source.parts["train"], source.columns["column"]) for source in self._sources]
+        content = [[rows_content(rows), column] for rows, column in trained]
+
+        def texts() -> Iterator[str]:
+            for rows, column in trained:
+                yield from values_of(rows, column)
+
+        return BPE(texts(), vocab, cache_key=content, special=special)
 
     def _tokenize(self) -> None:
         """Make the samples of each source and split."""
         samples = []
-        for splits in self._texts:
-            samples.append({name: self._samples(split, name) for name, split in splits.items()})
+        for source in self._sources:
+            column = source.columns["column"]
+            splits = {}
+            for name, rows in source.parts.items():
+                splits[name] = self._samples(*self._tokens(rows, column, name), name)
+            samples.append(splits)
         self._use(self._sources, samples)
 
-    def _samples(self, part: Texts, name: str) -> Any:
+    def _tokens(self, rows: Any, column: str, name: str) -> tuple[Ragged, dict[str, Any]]:
+        """Return the tokens of the texts of a split, and a key of the texts' content."""
+        make = partial(_encoded, self.tokenizer.encode, column, self.ends_texts)
+        made_by = [self.tokenizer.cache_key, column]
+        tokens = ragged(rows, make, made_by=made_by, what=f"tokenizing {name}")
+        return tokens, {**rows.fingerprint(), "text": column}
+
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Any:
         """Return the samples of one split; only training samples are packed."""
         raise NotImplementedError
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         local_only(data)
         source = Source(data, {"column": self.column})
-        return self._samples(all_texts(source, window=self.window), "texts")
+        open_all_texts(source, window=self.window)
+        return self._samples(*self._tokens(source.parts["all"], self.column, "texts"), "texts")
+
+
+def _encoded(
+    encode: Callable[[str], NDArray[np.int32]], column: str, ended: bool, row: Row
+) -> NDArray[np.int32]:
+    """Return the tokens of a row's text.
+
+    Args:
+        encode: returns the tokens of a text.
+        column: column of the text.
+        ended: whether ``encode`` adds a token at the end of the text.
+        row: the row; its text may continue elsewhere.
+    """
+    tokens = encode(row[column])
+    return tokens if not ended or row.get("ends", True) else tokens[:-1]

@@ -31,6 +31,7 @@ class Bytes:
     """One token per byte, and a separator between texts."""
 
     separator = 256
+    cache_key = "bytes"
 
     def __init__(self) -> None:
         self.token_bytes = np.ones(257, dtype=np.int64)
@@ -85,6 +86,7 @@ class BPE:
             made = cached_text(name, lambda: self._train(texts, vocab, special).to_str())
             self.model = Tokenizer.from_str(made)
 
+        self.cache_key = key_of(self.model.to_str())
         # A byte-level token has one character per byte; the first one separates texts.
         lengths = [
             len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())
@@ -148,7 +150,7 @@ class Vocabulary:
                 f"task.model {name!r}: its tokenizer has no end token to separate texts"
             )
         self.separator: int = self.model.eos_token_id
-        self.content = tokenizer_key(self.model)
+        self.cache_key = tokenizer_key(self.model)
 
         # A byte-level token has one character per byte; the bytes of other tokens are unknown.
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
