@@ -19,7 +19,7 @@ from oneloop.tasks.language.bidirectional import check_apart
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.synthetic_chats import SyntheticChats
-from oneloop.tasks.language.tokens import BPE, MASK_SPECIAL, mask_tokenizer
+from oneloop.tasks.language.tokens import MASK_SPECIAL, learn_bpe, mask_tokenizer
 from oneloop.tasks.masked_lm import MaskedLM
 from own_files import rows
 from small_models import bert, llama
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return mask_tokenizer(BPE(TEXTS, 400, special=MASK_SPECIAL).model, 64)
+    return mask_tokenizer(learn_bpe(TEXTS, 400, MASK_SPECIAL), 64)
 
 
 @pytest.fixture(scope="module")

@@ -203,10 +203,7 @@ def test_a_language_model_reads_what_belongs_to_its_data(tmp_path):
     assert not {ord(letter) for letter in "SECRET{}"} & seen
     first = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, **SMALL)
     other = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, column="other", **SMALL)
-    assert (
-        "y" * 16 in other.tokenizer.model.get_vocab()
-        and "y" * 16 not in first.tokenizer.model.get_vocab()
-    )
+    assert "y" * 16 in other.tokenizer.get_vocab() and "y" * 16 not in first.tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])

@@ -163,7 +163,7 @@ def test_a_task_is_that_of_a_disk(monkeypatch, tmp_path):
     orders = [part.order(seed=0, batch=8).at(np.arange(500)) for part in (one, other)]
     assert np.array_equal(orders[0][1], orders[1][1])
     for index in (0, 1499, 2999):
-        assert torch.equal(one[index][0], other[index][0]) and one[index][1] == other[index][1]
+        assert one[index] == other[index]
 
 
 def png(side: int = 8) -> bytes:
@@ -323,7 +323,7 @@ def test_a_text_that_is_not_utf8_is_left_out_on_a_disk_and_in_a_bucket(
                 remote.train_set()[index]
         else:
             one, other = disk.train_set()[next(samples)], remote.train_set()[index]
-            assert torch.equal(one[0], other[0]) and one[1] == other[1]
+            assert one == other
 
 
 @pytest.mark.slow

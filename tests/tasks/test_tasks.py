@@ -7,11 +7,20 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from oneloop.task_protocol.protocol import check, check_sets
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.language.tokens import BPE, Bytes
+from oneloop.tasks.language.tokens import (
+    END_OF_TEXT,
+    byte_tokenizer,
+    encode_bytes,
+    encode_text,
+    learn_bpe,
+    token_bytes,
+    tokenizer_from,
+)
 from oneloop.tasks.text_classification import TextClassification
 from worlds import run, train
 
@@ -24,6 +33,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.open_data",
     "oneloop.tasks.text_classification",
 )
+
+SEPARATOR = 256  # of bytes
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +78,7 @@ def test_every_token_is_a_target_exactly_once(text_folder, pack):
         batch = task.collate(samples)
         targets = batch["target"][batch["target"] >= 0]
         tokens = part.tokens if pack == "concat" else part.spans.tokens
-        texts = 1 if pack == "concat" else int((tokens == Bytes.separator).sum())
+        texts = 1 if pack == "concat" else int((tokens == SEPARATOR).sum())
         assert len(targets) == int(task.weight(batch)) == len(tokens) - texts
     train_set = task.train_set()
     lengths = {len(train_set[i]) for i in range(len(train_set))}
@@ -76,17 +87,27 @@ def test_every_token_is_a_target_exactly_once(text_folder, pack):
     if pack == "packed":
         batch = task.collate([train_set[i] for i in range(len(train_set))])
         tokens = train_set.spans.tokens
-        assert int(task.weight(batch)) == len(tokens) - int((tokens == Bytes.separator).sum())
+        assert int(task.weight(batch)) == len(tokens) - int((tokens == SEPARATOR).sum())
         assert set(batch["input"].shape[1:]) == {16} and batch["padding"] < 0.2
 
 
 def test_bpe_counts_its_bytes():
     text = "def f(x):\n    return 'naïve' + x  # ünïcode\n" * 3
-    tokenizer = BPE([text] * 20, 300)
-    tokens = tokenizer.encode(text)
-    assert tokenizer.token_bytes[tokens].sum() == len(text.encode())
+    written = learn_bpe([text] * 20, 300, [END_OF_TEXT])
+    tokenizer = tokenizer_from(written, eos_token=END_OF_TEXT)
+    tokens = encode_text(tokenizer, text)
+    assert token_bytes(tokenizer)[tokens].sum() == len(text.encode())
     assert tokenizer.decode(tokens[:-1].tolist()) == text
     assert len(tokens) < len(text)
+
+
+def test_bytes_are_read_by_transformers_as_they_are_trained(tmp_path):
+    text = "naïve ünïcode <|endoftext|> [PAD] 😀\n\x00 'll  do"
+    byte_tokenizer(eos_token=END_OF_TEXT).save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded(text)["input_ids"] == [*text.encode()]
+    assert encode_bytes(text).tolist() == encode_text(loaded, text).tolist()
+    assert loaded.decode([*text.encode()]) == text
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
@@ -109,10 +130,10 @@ def test_padding_does_not_change_a_classification():
     model = task.model().eval()
     short, long = (
         task.train_set()[0],
-        max((task.train_set()[i] for i in range(50)), key=lambda s: len(s[0])),
+        max((task.train_set()[i] for i in range(50)), key=lambda s: len(s[0]["input_ids"])),
     )
-    alone = model(task.collate([short])["text"])
-    padded = model(task.collate([short, long])["text"])[:1]
+    alone = task.reader.logits(model, task.collate([short]))
+    padded = task.reader.logits(model, task.collate([short, long]))[:1]
     assert torch.allclose(alone, padded, atol=1e-6)
 
 

@@ -268,9 +268,11 @@ def test_unknown_tokens_and_cut_texts_are_counted_in_all_tasks(tmp_path):
         task = MaskedLM(data, model=encoder, block=64, pack=pack)  # type: ignore[arg-type]
         assert lines_about(task) == [line.replace("[CLS] ", "")]
     files = tmp_path / "files"
-    files.mkdir()
+    for split in ("train", "validation"):
+        (files / split).mkdir(parents=True)
     for number, text in enumerate(texts):
-        (files / f"{number}.txt").write_text(text)
+        (files / "train" / f"{number}.txt").write_text(text)
+    (files / "validation" / "0.txt").write_text(texts[1])
     task = MaskedLM(str(files), model=encoder, block=64)
     assert any(line.endswith(f"0.txt: '{near}") for line in lines_about(task))
     pairs = [{"anchor": text, "positive": "the mat"} for text in texts]
@@ -395,7 +397,7 @@ def test_distinct_rows_and_texts_in_two_splits_are_counted(tmp_path):
     task = TextClassification(data, held_out=0.2)
     sets = {"train": task.train_set(), **task.eval_sets()}
     texts = {
-        name: {bytes(one[index][0].tolist()) for index in range(len(one))}
+        name: {bytes(one[index][0]["input_ids"]) for index in range(len(one))}
         for name, one in sets.items()
     }
     shared = len(texts["train"] & (texts["validation"] | texts["test"]))

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.whole_batch",
     "oneloop.tasks.columns_together",
     "oneloop.tasks.docstring_pairs",
-    "oneloop.tasks.new_reader",
     "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.text_encoders",
     "oneloop.tasks.text_pairs",
@@ -319,9 +318,9 @@ def test_a_run_compares_new_pairs_without_its_training_data(folder, tmp_path):
         ({"temperature": float("nan")}, "task.temperature nan must be positive"),
         ({"negatives": "positive"}, "'positive' is there twice; name each one once"),
         ({"matryoshka": [8, 8]}, "task.matryoshka: '8' is there twice"),
-        ({"vocab": 100}, "task.vocab 100 must be at least 300, and task.length 24 at least 3"),
+        ({"vocab": 100}, "task.vocab 100 is too small: a byte-level BPE needs at least 261"),
         ({"negatives": "wrongs"}, "name another with task.negatives"),
-        ({"width": 30, "heads": 4}, "task.width 30 cannot be divided by task.heads 4"),
+        ({"width": 30, "heads": 4}, "task.width 30 is not divisible by task.heads 4"),
     ],
 )
 def test_bad_keys_are_rejected(folder, options, message):
@@ -348,9 +347,9 @@ def test_a_row_that_is_twice_in_a_batch_is_not_its_own_negative(folder):
 
 
 def learned(folder: Path) -> str:
-    return TextPairs(
-        str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=320
-    ).reader.written()
+    return TextPairs(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=320).recorded[
+        "tokenizer"
+    ]
 
 
 def test_the_tokens_are_the_same_without_a_common_cache(folder, tmp_path):
@@ -362,7 +361,7 @@ def test_the_tokens_are_the_same_without_a_common_cache(folder, tmp_path):
         ).ok()
         for name, threads in (("one", "1"), ("two", "2"), ("three", "2"))
     ]
-    assert made[0] == made[1] == made[2] and (tmp_path / "one" / "words").is_dir()
+    assert made[0] == made[1] == made[2] and (tmp_path / "one" / "bpe").is_dir()
 
 
 def test_a_csv_without_rows_is_named(tmp_path):

@@ -3,18 +3,28 @@
 From scratch a GPT-2 or Llama is trained, on bytes or on a BPE that is trained first.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.texts import STDLIB
-from oneloop.tasks.language.tokens import Blocks, Bytes, Vocabulary
+from oneloop.tasks.language.tokens import (
+    END_OF_TEXT,
+    Blocks,
+    byte_tokenizer,
+    encode_bytes,
+    encode_text,
+    token_bytes,
+    tokenizer_from,
+)
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Data
 
@@ -58,16 +68,18 @@ class CausalLM(RawTexts):
 
         # Choose the tokenizer.
         if self.name is not None:
-            self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
+            self.tokenizer = self.known_tokenizer()
         elif tokenizer == "bytes":
-            self.tokenizer = Bytes()
+            self.tokenizer = byte_tokenizer(eos_token=END_OF_TEXT)
         else:
-            self.tokenizer = self._train_bpe(vocab)
-        self.begin = self.end = self.tokenizer.separator
-        self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
+            learned = self._learn_bpe(vocab, END_OF_TEXT)
+            self.tokenizer = tokenizer_from(learned, eos_token=END_OF_TEXT)
+        self.begin = self.end = end_of(self.tokenizer)
+        self._token_bytes = torch.from_numpy(token_bytes(self.tokenizer))
 
         # Tokenize, and cut or pack.
-        self._tokenize()
+        by_bytes = self.name is None and tokenizer == "bytes"
+        self._tokenize(encode_bytes if by_bytes else partial(encode_text, self.tokenizer))
 
         # All concatenated samples have ``block`` targets.
         self.sample_weight = None
@@ -87,7 +99,7 @@ class CausalLM(RawTexts):
 
     @property
     def entries(self) -> int:
-        return len(self._token_bytes)
+        return len(self.tokenizer)
 
     @property
     def token_bytes(self) -> Tensor | None:
@@ -117,8 +129,11 @@ class CausalLM(RawTexts):
             for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)
         ]
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
-        return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
+        return {
+            "written": written(model, prompts, count, choose=choose),
+            "prompt": prompt_lengths,
+        }
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder)
-        self.tokenizer.save(folder)
+        self.tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
-from oneloop.tasks.language.models import load_model
+from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Pieces, spans
 from oneloop.tasks.language.texts import STDLIB
@@ -20,7 +20,6 @@ from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Data
-from oneloop.tasks.text_encoders import bert_config
 from oneloop.tasks.unread_masks import leave_masks_unread
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
@@ -97,22 +96,21 @@ class MaskedLM(RawTexts):
         # Choose the tokenizer.
         if self.name is not None:
             config = _encoder_config(self.name, trust_remote_code=self.trust_remote_code)
-            self.tokenizer = MaskedTokens(self.known_tokenizer(), masks, self.name)
-            padding = padding_token(config, self.tokenizer.model)
+            self.tokenizer = self.known_tokenizer()
+            padding = padding_token(config, self.tokenizer)
         else:
-            bpe = self._train_bpe(vocab, special=MASK_SPECIAL)
-            made = mask_tokenizer(bpe.model, self.block)
-            self.tokenizer = MaskedTokens(made, masks, "null")
-            padding = made.pad_token_id
-        self._padding = self.tokenizer.separator if padding is None else padding
-        if self.block <= self.tokenizer.around:
+            self.tokenizer = mask_tokenizer(self._learn_bpe(vocab, *MASK_SPECIAL), self.block)
+            padding = self.tokenizer.pad_token_id
+        self.masked_tokens = MaskedTokens(self.tokenizer, masks, self.name)
+        self._padding = self.masked_tokens.separator if padding is None else padding
+        if self.block <= self.masked_tokens.around:
             raise ValueError(
                 f"task.block {self.block} has no room for text next to the "
-                f"{self.tokenizer.around} special tokens; raise it"
+                f"{self.masked_tokens.around} special tokens; raise it"
             )
 
         # Tokenize, and cut or pack.
-        self._tokenize()
+        self._tokenize(self.masked_tokens.encode)
         self.notes = self._data_notes
 
         # Set by ``model``: whether it takes masks of documents, and the number of a first position.
@@ -127,8 +125,8 @@ class MaskedLM(RawTexts):
             tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
 
         # Cut them; masks are drawn whenever a sample is read.
-        made = spans(tokens, self.block, "split", special=self.tokenizer.around)
-        made = replace(made, draw=self.tokenizer.draw)
+        made = spans(tokens, self.block, "split", special=self.masked_tokens.around)
+        made = replace(made, draw=self.masked_tokens.draw)
         if self.pack == "concat":
             return Pieces(made, content)
         self._note(name, made.notes)
@@ -138,13 +136,15 @@ class MaskedLM(RawTexts):
 
     @property
     def entries(self) -> int:
-        return int(self.tokenizer.entries)
+        return self.masked_tokens.entries
 
     def bare_model(self) -> nn.Module:
         if self.name is None:
             from transformers import BertForMaskedLM
 
-            config = bert_config(self.shape, entries=self.entries, padding=self._padding)
+            config = scratch_config(
+                self.shape, entries=self.entries, padding=self._padding, architecture="bert"
+            )
             return BertForMaskedLM(config)  # type: ignore[no-any-return]
         model, added = load_model(
             self.name,
@@ -165,7 +165,7 @@ class MaskedLM(RawTexts):
             return model
 
         # Run as many tokens as a sample has: attention to a window shows only in long rows.
-        ordinary = self.tokenizer.ordinary
+        ordinary = self.masked_tokens.ordinary
         tokens = ordinary[torch.arange(self.block) % len(ordinary)]
         check_both_directions(model, tokens)
         try:
@@ -240,7 +240,7 @@ class MaskedLM(RawTexts):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder)
-        self.tokenizer.save(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:

@@ -26,44 +26,19 @@ class _Groups:
     """
 
     def __init__(self, queries: Tensor, documents: Tensor) -> None:
-        # Number the distinct texts from 0.
-        distinct, self._query = torch.unique(queries, return_inverse=True)
-        kinds, self._document, copies = torch.unique(
-            documents, return_inverse=True, return_counts=True
-        )
-        self._kinds = len(kinds)
-
-        # The first of several equal documents stands for all. (scatter_reduce would find it, too,
-        # but has no deterministic kernel on a GPU.)
-        index = torch.arange(len(documents), device=documents.device)
-        sorted_ = self._document.argsort(stable=True)
-        earlier = copies.cumsum(0) - copies
-        first = sorted_[earlier]
-        self._is_first: Tensor = first[self._document] == index
-
-        # The right documents of each query, and where those of a query begin.
-        number = self._query * self._kinds + self._document
-        pairs = torch.unique(number)
-        self._right = pairs % self._kinds
-        numbers = torch.arange(len(distinct) + 1, device=pairs.device)
-        least = numbers * self._kinds
-        self._begin = torch.searchsorted(pairs, least)
+        self.queries = queries
+        # Number the distinct texts from 0; the first of several equal documents stands for all.
+        self.kinds = torch.unique(documents, return_inverse=True)[1]
+        order = self.kinds.argsort(stable=True)
+        steps = self.kinds[order].diff(prepend=order.new_tensor([-1]))
+        self.is_first = torch.empty_like(steps, dtype=torch.bool)
+        self.is_first[order] = steps > 0
 
     def counted(self, rows: slice) -> Tensor:
         """Return which documents count as wrong for the queries of these rows, as booleans."""
-        query = self._query[rows]
-        begin = self._begin[query]
-        count = self._begin[query + 1] - begin
-        rows_here = torch.arange(len(query), device=query.device)
-        row = torch.repeat_interleave(rows_here, count)
-        earlier = count.cumsum(0) - count
-        numbers = torch.arange(len(row), device=row.device)
-        within = numbers - earlier[row]
-        right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
-        place = begin[row] + within
-        kind = self._right[place]
-        right[row, kind] = True
-        return self._is_first & ~right[:, self._document]
+        equal = (self.queries[rows, None] == self.queries).int()
+        right = torch.zeros_like(equal).index_add_(1, self.kinds, equal) > 0
+        return self.is_first & ~right[:, self.kinds]
 
 
 class Retrieval(RowSums):

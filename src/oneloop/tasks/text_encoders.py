@@ -1,217 +1,79 @@
-"""Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
+"""Text inputs as tokens, with an encoder from scratch or a model of transformers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from oneloop.basics.seeds import mixed
+from oneloop.tasks.columns import number_of_text
+from oneloop.tasks.language.models import Shape, scratch_config
+from oneloop.tasks.language.tokens import MASK_SPECIAL, byte_tokenizer, learn_bpe, mask_tokenizer
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
 from oneloop.tasks.text_notes import remark_unknown
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 from oneloop.tasks.unread_masks import leave_masks_unread
 
+BYTES = "bytes"
+"""model name of a BERT from scratch that reads bytes"""
+LEARNED = "bpe"
+"""model name of a DistilBERT from scratch, whose lower-case tokens are learned from the texts"""
+_BETWEEN = "\n\0\n"  # bytes between the two texts of a pair
+_NO_BYTE = 255  # token of an empty text; UTF-8 has no such byte
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of transformers' encoders
-PAD = 256  # padding value, after the 256 bytes
-
-
-@dataclass(frozen=True)
-class EncoderShape:
-    """Size of an encoder from scratch; ``length`` also limits the texts of a pretrained one."""
-
-    layers: int = 2  # transformer blocks
-    heads: int = 4  # attention heads of a block
-    width: int = 128  # hidden size
-    length: int = 256  # maximum bytes or tokens of a text
-    dropout: float = 0.0  # of embeddings, attention and residuals
-
-    def check_heads(self) -> None:
-        """Raise ValueError if the heads cannot divide the width."""
-        if self.width % self.heads:
-            raise ValueError(
-                f"task.width {self.width} cannot be divided by task.heads {self.heads}"
-            )
-
-
-def bert_config(shape: Any, *, entries: int, padding: int) -> Any:
-    """Return the configuration of a BERT.
-
-    Args:
-        shape: an EncoderShape, or an object with the same sizes.
-        entries: vocabulary size.
-        padding: padding token.
-    """
-    from transformers import BertConfig
-
-    return BertConfig(
-        vocab_size=entries,
-        hidden_size=shape.width,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.width,
-        max_position_embeddings=shape.length,
-        pad_token_id=padding,
-        hidden_dropout_prob=shape.dropout,
-        attention_probs_dropout_prob=shape.dropout,
-    )
 
 
 class Encoder(nn.Module):
-    """Transformer encoder with mean pooling and a linear head.
+    """A BERT from scratch with a linear head.
 
-    (texts, bytes) -> (texts, outputs).
+    Args:
+        config: its configuration.
+        outputs: outputs of the head.
+        words: the head reads the hidden state of each position, and not their mean.
     """
 
     _no_split_modules = ("BertLayer",)
 
-    def __init__(self, outputs: int, shape: EncoderShape) -> None:
+    def __init__(self, config: Any, outputs: int, *, words: bool) -> None:
         super().__init__()
         from transformers import BertModel
 
-        config = bert_config(shape, entries=257, padding=PAD)
         self.encoder = BertModel(config, add_pooling_layer=False)
-        self.head = nn.Linear(shape.width, outputs)
+        self.head = nn.Linear(config.hidden_size, outputs)
+        self.words = words
 
-    def hidden(self, text: Tensor, known: Tensor) -> Tensor:
-        """Return hidden states of shape (texts, bytes, width); ``known`` is False at padding."""
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         # Pass a 4-D mask (batch, 1, query, key): transformers reads a 2-D mask on the host (sync).
-        mask = known[:, None, None, :].expand(-1, 1, text.shape[1], -1)
-        hidden: Tensor = self.encoder(input_ids=text, attention_mask=mask).last_hidden_state
-        return hidden
-
-    def forward(self, text: Tensor) -> Tensor:
-        known = text != PAD
-        hidden = self.hidden(text, known)
-        share = known[:, :, None].to(hidden.dtype)
-        return self.head((hidden * share).sum(1) / share.sum(1))  # type: ignore[no-any-return]
+        known = attention_mask.bool()[:, None, None, :]
+        mask = known.expand(-1, 1, input_ids.shape[1], -1)
+        hidden = self.encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        if not self.words:
+            share = attention_mask[:, :, None].to(hidden.dtype)
+            hidden = (hidden * share).sum(1) / share.sum(1)
+        return self.head(hidden)  # type: ignore[no-any-return]
 
 
-class ByteEncoder(Encoder):
-    """Encoder with the head at every byte: (texts, bytes) -> (texts, bytes, outputs)."""
+class TextReader:
+    """Converts texts to tokens, and builds or loads the model that reads them.
 
-    def forward(self, text: Tensor) -> Tensor:
-        return self.head(self.hidden(text, text != PAD))  # type: ignore[no-any-return]
-
-
-def as_bytes(text: str, length: int) -> Tensor:
-    """Return the first ``length`` bytes of a text; of an empty text one that is not UTF-8."""
-    return torch.tensor(list(text.encode()[:length]) or [PAD - 1])
-
-
-def padded(texts: list[Any]) -> Tensor:
-    """Pad the texts of a batch to the longest."""
-    return nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=PAD)
-
-
-_BETWEEN = "\n\0\n"  # separator of the two texts of a pair
-
-
-def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | TokenReader":
-    """Return the reader for a model name.
+    ``notes``: lines for the log about the weights; ``about``: other lines.
 
     Args:
-        name: ``bytes`` (an encoder from scratch), a folder saved by transformers, or
+        name: the name of the model from scratch, a folder saved by transformers, or
             ``hf:ID[@REVISION]``.
-        shape: size of the encoder from scratch, and maximum length of a text.
-        options: ``pretrained``, ``trust_remote_code`` and ``default_length`` of
-            :class:`TokenReader`.
-
-    Raises:
-        ValueError: the model does not exist.
-    """
-    if name == "bytes":
-        return ByteReader(shape)
-    return token_reader(name, shape, "bytes", **options)
-
-
-def token_reader(name: str, shape: EncoderShape, own: str, **options: Any) -> "TokenReader":
-    """Return the reader for a model of transformers.
-
-    Args:
-        name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
-        shape: maximum length of a text.
-        own: name of the task's own model, for the error.
-        options: ``pretrained``, ``trust_remote_code`` and ``default_length`` of
-            :class:`TokenReader`.
-
-    Raises:
-        ValueError: the model does not exist.
-    """
-    if not is_transformers(name):
-        raise ValueError(
-            f"task.model {name!r} is not a folder saved by transformers; give one, {own}, or hf:ID"
-        )
-    return TokenReader(name, length=shape.length, **options)
-
-
-class ByteReader:
-    """Converts texts to bytes, and builds and calls an encoder from scratch.
-
-    ``notes``: lines for the log.
-    """
-
-    tokenizer = None
-
-    def __init__(self, shape: EncoderShape) -> None:
-        shape.check_heads()
-        self.shape = shape
-        self.length = shape.length
-        self.notes = list[str]()
-        self.about = list[str]()
-
-    def encode(self, text: str, second: str | None = None) -> Tensor:
-        """Encode a text or a pair of texts, cut to the maximum length."""
-        return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
-
-    def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
-        """Return encoded words, the starts of words that are not cut, and the length."""
-        text = b""
-        starts = list[int]()
-        for word in words:
-            if len(text) < self.length:
-                starts.append(len(text))
-            text += word.encode() + b" "
-        tokens = torch.tensor(list(text[: self.length]) or [32])
-        return tokens, starts, len(tokens)
-
-    def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        return {"text": padded(list(samples))}
-
-    def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        """Return a new model with an output per class, for each text.
-
-        Args:
-            classes: names of the outputs.
-            words: the outputs are for each position.
-        """
-        kind = ByteEncoder if words else Encoder
-        return kind(len(classes), self.shape)
-
-    def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(batch["text"])  # type: ignore[no-any-return]
-
-    def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
-        return bytes(sample.tolist()[start:stop]).decode(errors="replace")
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        pass
-
-
-class TokenReader:
-    """The same with tokens of a transformers model.
-
-    Args:
-        name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
-        length: maximum tokens of a text; longer texts are cut.
+        shape: maximum tokens of a text, which is cut, and sizes of the model from scratch.
+        new: name of the model from scratch, BYTES or LEARNED.
         pretrained: load the weights; False: only the configuration.
         trust_remote_code: run Python code stored with the weights.
-        default_length: whether ``length`` is a default, which may be more than the model has.
+        default_length: whether the length is a default, which may be more than the model has.
 
     Raises:
-        ValueError: it has no fast tokenizer, which maps tokens to words.
+        ValueError: the model does not exist, or it has no fast tokenizer, which maps tokens to
+            words.
     """
 
     options: Mapping[str, bool] = {}  # of each forward of the model
@@ -219,30 +81,43 @@ class TokenReader:
     def __init__(
         self,
         name: str,
+        shape: Shape,
         *,
-        length: int,
+        new: str = BYTES,
         pretrained: bool = True,
         trust_remote_code: bool = False,
         default_length: bool = False,
     ) -> None:
         self.name = name
-        self.length = length
+        self.shape = shape
+        self.length = shape.length
         self.notes = list[str]()
-        self.about = list[str]()  # lines for the log that do not depend on the weights
+        self.about = list[str]()
+        self.tokenizer: Any = None
+        self._new = name == new
         self._pretrained = pretrained
         self._trust_remote_code = trust_remote_code
+        if self._new:
+            if name == BYTES:
+                self._use(byte_tokenizer(pad_token="[PAD]"))
+            return
+        if not is_transformers(name):
+            raise ValueError(
+                f"task.model {name!r} is not a folder saved by transformers; give one, {new}, or "
+                "hf:ID"
+            )
         self._use(
             tokenizer_of(name, trust_remote_code=trust_remote_code),
             config_of(name, trust_remote_code=trust_remote_code),
         )
         if default_length:
             self.length, self.about = shorter_length(
-                name, length, key="length", trust_remote_code=trust_remote_code
+                name, self.length, key="length", trust_remote_code=trust_remote_code
             )
 
-    def _use(self, tokenizer: Any, config: Any) -> None:
+    def _use(self, tokenizer: Any, config: Any = None) -> None:
         """Use this tokenizer, and the padding token of the model's configuration."""
-        padding = padding_token(config, tokenizer)
+        padding = padding_token(config or tokenizer, tokenizer)
         if padding is None:
             raise ValueError(
                 f"task.model {self.name!r}: its tokenizer has no padding token and no end token"
@@ -255,13 +130,33 @@ class TokenReader:
         self.padding = padding
         self.tokenizer = tokenizer
 
-    def learn(self, texts: Callable[[], Iterable[str]]) -> None:
-        """Do nothing: the tokens are known."""
+    def learn(self, texts: Callable[[], Iterable[str]], vocab: int) -> None:
+        """Learn this number of tokens from texts, unless the tokens are known; cached by the
+        texts."""
+        if self.tokenizer is not None:
+            return
+        # Number the texts, in their order, for the name in the cache.
+        content = 0
+        for text in texts():
+            content = mixed(content, number_of_text(text))
+        self.use_learned(learn_bpe(texts(), vocab, MASK_SPECIAL, cache_key=content, words=True))
+
+    def use_learned(self, written: str) -> None:
+        """Use a tokenizer of :meth:`learn`, as JSON."""
+        self._use(mask_tokenizer(written, self.length))
 
     def encode(self, text: str, second: str | None = None) -> dict[str, list[int]]:
+        """Encode a text or a pair of texts, cut to the maximum length."""
+        if self.name == BYTES:
+            # The tokenizer returns the same, much slower.
+            joined = text if second is None else f"{text}{_BETWEEN}{second}"
+            return {"input_ids": list(joined.encode()[: self.length]) or [_NO_BYTE]}
         return self._encoded(text, second)[0]
 
     def encode_words(self, words: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]:
+        """Return encoded words, the starts of words that are not cut, and the length."""
+        if self._new:
+            words = [f"{word} " for word in words]
         sample, of_word, is_cut = self._encoded(list(words), None, is_split_into_words=True)
 
         # Find the first token of each word.
@@ -296,19 +191,27 @@ class TokenReader:
         return inputs, encoding.word_ids(), bool(encoding.encodings[0].overflowing)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
-        longest = max(len(sample["input_ids"]) for sample in samples)
         batch = {}
-        for key in samples[0]:
+        for key in (*samples[0], "attention_mask"):
             # Other inputs, such as the types of tokens, are padded with 0.
             padding = self.padding if key == "input_ids" else 0
-            rows = [sample[key] + [padding] * (longest - len(sample[key])) for sample in samples]
-            batch[key] = torch.tensor(rows)
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+            rows = [
+                torch.tensor(sample.get(key) or [1] * len(sample["input_ids"]))
+                for sample in samples
+            ]
+            batch[key] = pad_sequence(rows, batch_first=True, padding_value=padding)
         return batch
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
-        """Return a model as ByteReader does; without classes, its outputs are hidden states."""
+        """Return a model with an output per class, for each text.
+
+        Args:
+            classes: names of the outputs; None: the outputs are the hidden states.
+            words: the outputs are for each position.
+        """
+        if self._new:
+            return self._new_model(classes, words=words)
+
         # Load the model with the head for this task.
         if classes is None:
             kind = "AutoModel"
@@ -344,14 +247,32 @@ class TokenReader:
             self.options = {"use_cache": False}
         return model
 
+    def _new_model(self, classes: Sequence[str] | None, *, words: bool) -> nn.Module:
+        from transformers import AutoModel
+
+        config = scratch_config(
+            self.shape,
+            entries=len(self.tokenizer),
+            padding=self.padding,
+            architecture="bert" if self.name == BYTES else "distilbert",
+        )
+        if classes is not None:
+            return Encoder(config, len(classes), words=words)
+        model: nn.Module = AutoModel.from_config(config)
+        leave_masks_unread(model)
+        return model
+
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        return model(**_inputs(batch), **self.options).logits  # type: ignore[no-any-return]
+        output = model(**_inputs(batch), **self.options)
+        logits: Tensor = getattr(output, "logits", output)
+        return logits
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
         return str(self.tokenizer.decode(sample["input_ids"][start:stop]))
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        if hasattr(model, "config"):
+            model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         self.tokenizer.save_pretrained(folder)
 
 

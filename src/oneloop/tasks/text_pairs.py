@@ -17,11 +17,10 @@ from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repea
 from oneloop.tasks.columns_together import check_together, unlearnable
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
-from oneloop.tasks.new_reader import LEARNED, NewReader
 from oneloop.tasks.retrieval_metrics import Retrieval
 from oneloop.tasks.rows.open_data import Source, sets_of
 from oneloop.tasks.rows.remote_checks import is_remote
-from oneloop.tasks.text_encoders import EncoderShape, TokenReader, token_reader
+from oneloop.tasks.text_encoders import LEARNED
 from oneloop.tasks.text_rows import TextRows
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
@@ -57,9 +56,9 @@ class TextPairs(TextRows):
             positive of an equal anchor is right (false: each copy counts).
     """
 
-    reader: TokenReader
     sample_weight = 1.0
     predicts_classes = False
+    new_model = LEARNED
     batch_columns = ("index", "anchor_id", "candidate_id")
     needs = _NEEDS
 
@@ -103,26 +102,24 @@ class TextPairs(TextRows):
 
         # Read the user's data, or the packaged pairs. A run that is loaded needs neither.
         super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
-        if data == "stdlib" and not RECORDED.get():
+        recorded = RECORDED.get()
+        if recorded and model == LEARNED:
+            self.reader.use_learned(recorded["tokenizer"])
+        elif data == "stdlib" and not recorded:
             self._read_docstrings()
-        if isinstance(self.reader, NewReader):
-            self.recorded |= {"tokenizer": self.reader.written()}
+        if model == LEARNED:
+            written = self.reader.tokenizer.backend_tokenizer.to_str()
+            self.recorded |= {"tokenizer": str(written)}
 
     def _read_docstrings(self) -> None:
         """Learn the tokens of the packaged pairs, and encode all splits."""
         pairs = docstring_pairs()
-        self.reader.learn(lambda: chain.from_iterable(pairs["train"]))
+        self.reader.learn(lambda: chain.from_iterable(pairs["train"]), self._vocab)
         make = self._maker([0, 1])
         for split, of_split in pairs.items():
             self._sets[split] = [*map(make, of_split)]
         anchors, positives = zip(*pairs["train"], strict=True)
         self._data_notes = self._duplicates(repeated(anchors), repeated(positives))
-
-    def _reader(self, name: str, shape: EncoderShape, **options: Any) -> TokenReader:
-        if name == LEARNED:
-            recorded = RECORDED.get() or {}
-            return NewReader(shape, vocab=self._vocab, written=recorded.get("tokenizer"))
-        return token_reader(name, shape, LEARNED, **options)
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
@@ -134,7 +131,7 @@ class TextPairs(TextRows):
 
         # Over a network, read no text before the run: learn no tokens, and count no copies.
         if any(is_remote(rows) for rows, _ in anchors):
-            if isinstance(self.reader, NewReader):
+            if self.reader.name == LEARNED:
                 raise ValueError(
                     f"{sources[0].where}: task.model {LEARNED} learns its tokens from all training "
                     "texts, which are not on a disk; give a folder saved by transformers, hf:ID, "
@@ -146,7 +143,7 @@ class TextPairs(TextRows):
             for rows, column in (*anchors, *positives):
                 yield from texts_of(rows, column)
 
-        self.reader.learn(texts)
+        self.reader.learn(texts, self._vocab)
         sources[0].notes += self._duplicates(_repeated(anchors), _repeated(positives))
         if not self.group_answers:
             sources[0].notes += _copies(sources)

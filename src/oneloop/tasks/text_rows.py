@@ -15,6 +15,7 @@ from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
+from oneloop.tasks.language.models import Shape
 from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.open_data import (
@@ -31,7 +32,7 @@ from oneloop.tasks.rows.open_data import (
 )
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import FINDINGS, Row
-from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
+from oneloop.tasks.text_encoders import BYTES, TextReader
 from oneloop.tasks.text_notes import cut_notes
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
@@ -75,6 +76,7 @@ class TextRows(SplitSets):
     target = "label"  # task key of the target column
     words = False  # whether each word has a target, instead of the whole text
     predicts_classes = True  # whether the target is a class
+    new_model = BYTES  # name of the model from scratch
     default_length = 256  # of ``length``; a model with fewer positions gets shorter texts
     classes: Sequence[str] = ()  # names of the model's outputs
 
@@ -97,10 +99,17 @@ class TextRows(SplitSets):
         stream: bool = False,
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
-        shape = EncoderShape(layers, heads, width, length, dropout)
-        self.reader = self._reader(
+        shape = Shape(
+            layers=layers,
+            heads=heads,
+            width=width,
+            length=length,
+            dropout=dropout,
+        )
+        self.reader = TextReader(
             model,
             shape,
+            new=self.new_model,
             pretrained=pretrained,
             trust_remote_code=trust_remote_code,
             default_length=length == self.default_length,
@@ -128,9 +137,6 @@ class TextRows(SplitSets):
         self.notes = self._data_notes = [*notes_of(sources), *self.reader.about, *lines]
         self.skipped_rows = skipped_rows(sources)
 
-    def _reader(self, name: str, shape: EncoderShape, **options: Any) -> ByteReader | TokenReader:
-        return reader(name, shape, **options)
-
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
         if labelled:
@@ -146,7 +152,7 @@ class TextRows(SplitSets):
     def _text_notes(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""
         tokenizer = self.reader.tokenizer
-        unit = "bytes" if tokenizer is None else "tokens"
+        unit = "bytes" if self.reader.name == BYTES else "tokens"
         reader = deepcopy(self.reader)  # a tokenizer keeps its limit
         reader.length = _ANY_LENGTH
         names = [name for key, name in source.columns.items() if name and key != self.target]
@@ -159,7 +165,7 @@ class TextRows(SplitSets):
             made = ragged(
                 rows,
                 partial(_sizes, reader, texts),
-                made_by=["sizes", tokenizer and tokenizer_key(tokenizer), texts],
+                made_by=["sizes", tokenizer_key(tokenizer), texts],
                 what="measuring the texts",
                 skip=True,
                 empty=True,
@@ -220,8 +226,7 @@ def _sizes(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.
         if isinstance(values[0], list):
             sizes.append(reader.encode_words(*values)[2])
             continue
-        sample = reader.encode(*values)
-        sizes.append(len(sample["input_ids"] if isinstance(sample, dict) else sample))
+        sizes.append(len(reader.encode(*values)["input_ids"]))
     return np.array(sizes, np.int32)
 
 

@@ -7,9 +7,7 @@ transformers' ``DataCollatorForLanguageModeling`` draws no random tokens for who
 words at blanks only.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.text_notes import remark_unknown
 
 
@@ -55,7 +52,7 @@ class MaskedTokens:
         ValueError: it has no mask token or separator, or no words although whole words are masked.
     """
 
-    def __init__(self, model: Any, masks: Masks, name: str) -> None:
+    def __init__(self, model: Any, masks: Masks, name: str | None) -> None:
         self.model = model
         self.masks = masks
 
@@ -89,11 +86,6 @@ class MaskedTokens:
                 f"task.whole_words: the tokenizer of {name} does not divide text into words; leave "
                 "it out"
             )
-
-    @property
-    def cache_key(self) -> list[str]:
-        """Key of all that :meth:`encode` depends on."""
-        return ["masked_lm", tokenizer_key(self.model)]
 
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return a separator and the tokens of a text, as they are stored."""
@@ -135,9 +127,3 @@ class MaskedTokens:
         inputs = torch.where(chosen, shown, tokens)
         targets = torch.where(chosen, tokens, IGNORE)
         return torch.cat([self._before, torch.stack([inputs, targets]), self._after], dim=1)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode(list(tokens)))
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)

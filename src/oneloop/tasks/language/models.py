@@ -122,19 +122,33 @@ Architecture = Literal["gpt2", "llama"]
 
 @dataclass(frozen=True)
 class Shape:
-    """Architecture and sizes of a model from scratch."""
+    """Architecture and sizes of a model from scratch.
 
-    architecture: Architecture
-    layers: int
-    heads: int
-    width: int
-    length: int  # positions
+    Args:
+        architecture: gpt2 or llama, for a model from scratch.
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
+        length: positions of a model from scratch.
+        dropout: dropout of embeddings, attention and residuals (gpt2).
+        kv_heads: number of key-value heads (llama; null: as many as heads).
+        mlp: width of the MLP (null: 4 x width for gpt2, 8/3 x width for llama).
+        tied: share the weights of embedding and output layer (null: true for gpt2, false for
+            llama).
+        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0:
+            equal to it).
+    """
+
+    architecture: Architecture = "gpt2"
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    length: int = 128
     dropout: float = 0.0
-    kv_heads: int | None = None  # None: as many as heads
-    mlp: int | None = None  # width of the MLP; None: that of the architecture
-    # whether embedding and output layer share their weights; None: that of the architecture
+    kv_heads: int | None = None
+    mlp: int | None = None
     tied: bool | None = None
-    padded_vocab: int = 0  # rows of the embedding, at least the vocabulary size
+    padded_vocab: int = 0
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -163,63 +177,80 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 
     The arguments, and the error, are those of :func:`scratch_config`.
     """
-    import transformers
+    from transformers import AutoModelForCausalLM
 
     config = scratch_config(shape, entries=entries, begin=begin, end=end)
-    if shape.architecture == "gpt2":
-        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
-    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
 
 
-def scratch_config(shape: Shape, *, entries: int, begin: int | None, end: int) -> Any:
-    """Return the configuration of a GPT-2 or Llama from scratch.
+def scratch_config(
+    shape: Shape,
+    *,
+    entries: int,
+    begin: int | None = None,
+    end: int | None = None,
+    padding: int | None = None,
+    architecture: str = "",
+) -> Any:
+    """Return the configuration of a model from scratch; its other values are the defaults.
 
     Args:
-        shape: architecture and sizes. Without ``mlp`` Llama's MLP has the width 8/3 x ``width``,
-            rounded up to a multiple of 32.
+        shape: architecture and sizes. Without ``mlp``, Llama's MLP has the width 8/3 x ``width``,
+            rounded up to a multiple of 32, and that of the others 4 x ``width``.
         entries: vocabulary size of the tokenizer.
         begin: id of the token that begins a text (None: there is none).
-        end: id of the token that ends a text.
+        end: id of the token that ends a text, likewise.
+        padding: id of the padding token, likewise.
+        architecture: bert or distilbert, in place of the architecture of the shape.
 
     Raises:
         ValueError: the vocabulary exceeds ``padded_vocab``.
     """
-    import transformers
+    from transformers import AutoConfig
 
     if 0 < shape.padded_vocab < entries:
         raise ValueError(
             f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of "
             f"{entries:,} tokens"
         )
-
-    # The defaults of transformers.
-    is_gpt2 = shape.architecture == "gpt2"
+    architecture = architecture or shape.architecture
     configured = partial(
-        transformers.GPT2Config if is_gpt2 else transformers.LlamaConfig,
+        AutoConfig.for_model,
+        architecture,
         vocab_size=shape.padded_vocab or entries,
-        bos_token_id=begin,
-        eos_token_id=end,
-        tie_word_embeddings=is_gpt2 if shape.tied is None else shape.tied,
-        use_cache=False,
-    )
-    if is_gpt2:
-        return configured(
-            n_embd=shape.width,
-            n_layer=shape.layers,
-            n_head=shape.heads,
-            n_positions=shape.length,
-            n_inner=shape.mlp,
-            resid_pdrop=shape.dropout,
-            embd_pdrop=shape.dropout,
-            attn_pdrop=shape.dropout,
-        )
-    return configured(
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
         max_position_embeddings=shape.length,
+        bos_token_id=begin,
+        eos_token_id=end,
+        pad_token_id=padding,
+        use_cache=False,
+    )
+    dropout = shape.dropout
+    match architecture:
+        case "gpt2":
+            return configured(
+                tie_word_embeddings=shape.tied is not False,
+                n_inner=shape.mlp,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
+            )
+        case "llama":
+            return configured(
+                tie_word_embeddings=shape.tied is True,
+                num_key_value_heads=shape.kv_heads,
+                intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
+            )
+        case "distilbert":
+            return configured(
+                hidden_dim=4 * shape.width, dropout=dropout, attention_dropout=dropout
+            )
+    return configured(
+        intermediate_size=4 * shape.width,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
 
 

@@ -1,7 +1,8 @@
 """Base class of the tasks on raw texts: causal and masked language modelling."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import chain, starmap
 from typing import Any, Literal
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from oneloop.tasks.columns import values_of
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.texts import open_all_texts, open_texts
-from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
+from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
@@ -25,6 +26,7 @@ from oneloop.tasks.rows.open_data import (
 )
 from oneloop.tasks.rows.rows import Row
 
+Encode = Callable[[str], NDArray[np.int32]]
 Pack = Literal["concat", "packed", "padded"]
 
 
@@ -79,7 +81,7 @@ class RawTexts(LanguageModel):
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
 
-    def _train_bpe(self, vocab: int, special: Sequence[str] = END_OF_TEXT) -> BPE:
+    def _learn_bpe(self, vocab: int, *special: str) -> str:
         """Train a BPE on the training texts; it is cached by their content.
 
         Args:
@@ -88,15 +90,12 @@ class RawTexts(LanguageModel):
         """
         trained = [(source.parts["train"], source.columns["column"]) for source in self._sources]
         content = [[rows_content(rows), column] for rows, column in trained]
+        texts = chain.from_iterable(starmap(values_of, trained))
+        return learn_bpe(texts, vocab, special, cache_key=content)
 
-        def texts() -> Iterator[str]:
-            for rows, column in trained:
-                yield from values_of(rows, column)
-
-        return BPE(texts(), vocab, cache_key=content, special=special)
-
-    def _tokenize(self) -> None:
-        """Make the samples of each source and split."""
+    def _tokenize(self, encode: Encode) -> None:
+        """Make the samples of each source and split; ``encode`` returns the tokens of a text."""
+        self._encode = encode
         samples = []
         for source in self._sources:
             column = source.columns["column"]
@@ -108,8 +107,8 @@ class RawTexts(LanguageModel):
 
     def _tokens(self, rows: Any, column: str, name: str) -> tuple[Ragged, dict[str, Any]]:
         """Return the tokens of the texts of a split, and a key of the texts' content."""
-        make = partial(_encoded, self.tokenizer.encode, column, self.ends_texts)
-        made_by = [self.tokenizer.cache_key, column]
+        make = partial(_encoded, self._encode, column, self.ends_texts)
+        made_by = [tokenizer_key(self.tokenizer), self.ends_texts, column]
         tokens = ragged(rows, make, made_by=made_by, what=f"tokenizing {name}")
         return tokens, {**rows.fingerprint(), "text": column}
 
@@ -124,9 +123,7 @@ class RawTexts(LanguageModel):
         return self._samples(*self._tokens(source.parts["all"], self.column, "texts"), "texts")
 
 
-def _encoded(
-    encode: Callable[[str], NDArray[np.int32]], column: str, ended: bool, row: Row
-) -> NDArray[np.int32]:
+def _encoded(encode: Encode, column: str, ended: bool, row: Row) -> NDArray[np.int32]:
     """Return the tokens of a row's text.
 
     Args:

@@ -223,21 +223,16 @@ def _cut(training: TextFiles, share: float, test: TextFiles | None) -> dict[str,
     Raises:
         ValueError: all texts are too short.
     """
+    ends = [1 - 2 * share, 1 - share] if test is None else [1 - 2 * share]
     parts: dict[str, list[TextFile]] = {"train": [], "validation": [], "test": []}
     for file in training.files:
         text = file.text
-        first = _break(text, round(len(text) * (1 - 2 * share)), share)
-        second = len(text)
-        if test is None:
-            second = _break(text, round(len(text) * (1 - share)), share)
-        if not 0 < first < second or (test is None and second == len(text)):
+        cuts = [_break(text, round(len(text) * end), share) for end in ends]
+        if sorted({0, *cuts, len(text)}) != [0, *cuts, len(text)]:
             parts["train"].append(file)  # it is too short
             continue
-        parts["train"].append(replace(file, stop=first))
-        end = second if test is None else None
-        parts["validation"].append(replace(file, start=first, stop=end))
-        if test is None:
-            parts["test"].append(replace(file, start=second))
+        for split, start, stop in zip(parts, [0, *cuts], [*cuts, None], strict=False):
+            parts[split].append(replace(file, start=start, stop=stop))
     if not parts["validation"]:
         raise ValueError(
             f"task.data: {training.files[0].name} is too short to hold out its end; give files for "

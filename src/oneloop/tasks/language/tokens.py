@@ -1,7 +1,6 @@
 """Tokenizers, and samples of concatenated texts for a language model."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,104 +20,158 @@ _CHATML = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
 )
 
-
-END_OF_TEXT = ("<|endoftext|>",)
-# padding, unknown, class, separator and mask
+END_OF_TEXT = "<|endoftext|>"
 MASK_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+"""special tokens of BERT: padding, unknown, class, separator and mask"""
 
 
-class Bytes:
-    """One token per byte, and a separator between texts."""
+def learn_bpe(
+    texts: Iterable[str],
+    vocab: int,
+    special: Sequence[str],
+    *,
+    cache_key: Any = None,
+    digits: bool = False,
+    words: bool = False,
+) -> str:
+    """Train a byte-level BPE, or load it from the cache; return it as JSON of ``tokenizers``.
 
-    separator = 256
-    cache_key = "bytes"
+    Args:
+        texts: training texts.
+        vocab: vocabulary size.
+        special: special tokens, which get the first ids.
+        cache_key: JSON that identifies the texts (None: do not cache).
+        digits: divide numbers into digits, so that sums can be learned.
+        words: divide texts into lower-case words, which have the same tokens everywhere.
 
-    def __init__(self) -> None:
-        self.token_bytes = np.ones(257, dtype=np.int64)
-        self.token_bytes[self.separator] = 0
+    Raises:
+        ValueError: ``vocab`` is below the number of bytes and special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        tokens = np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
-        return np.append(tokens, np.int32(self.separator))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(special)
+    if vocab < least:
+        raise ValueError(
+            f"task.vocab {vocab} is too small: a byte-level BPE needs at least {least}"
+        )
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    def save(self, folder: Path) -> None:
-        """Do nothing: this tokenizer has no files."""
-
-
-class BPE:
-    """Byte-level byte-pair encoding, trained on these texts by ``tokenizers``."""
-
-    separator = 0
-
-    def __init__(
-        self,
-        texts: Iterable[str],
-        vocab: int,
-        *,
-        cache_key: Any = None,
-        special: Sequence[str] = END_OF_TEXT,
-    ) -> None:
-        """Train the tokenizer, or load it from the cache.
-
-        Args:
-            texts: training texts.
-            vocab: vocabulary size.
-            cache_key: JSON that identifies the texts (None: do not cache).
-            special: special tokens, which get the first ids.
-
-        Raises:
-            ValueError: ``vocab`` is below the number of bytes and special tokens.
-        """
-        from tokenizers import Tokenizer
-
-        least = 256 + len(special)
-        if vocab < least:
-            raise ValueError(
-                f"task.vocab {vocab} is too small: a byte-level BPE needs at least {least}"
-            )
-        if cache_key is None:
-            self.model = self._train(texts, vocab, special)
-        else:
-            name = f"bpe/{key_of(cache_key, vocab, *special)}.json"
-            made = cached_text(name, lambda: self._train(texts, vocab, special).to_str())
-            self.model = Tokenizer.from_str(made)
-
-        self.cache_key = key_of(self.model.to_str())
-        # A byte-level token has one character per byte; the first one separates texts.
-        lengths = [
-            len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())
-        ]
-        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)
-
-    @staticmethod
-    def _train(texts: Iterable[str], vocab: int, special: Sequence[str]) -> Any:
-        from tokenizers import ByteLevelBPETokenizer
-
-        model = ByteLevelBPETokenizer()
+    def trained() -> str:
+        model: Any = Tokenizer(models.BPE())
+        model.decoder = decoders.ByteLevel()
+        steps = list[Any]()
+        if words:
+            model.normalizer = normalizers.BertNormalizer()
+            steps.append(pre_tokenizers.BertPreTokenizer())
+        if digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=words, use_regex=not words))
+        model.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        trainer: Any = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[*special],
+            initial_alphabet=alphabet,
+            show_progress=False,
+        )
         with Working("training the tokenizer"):
-            model.train_from_iterator(
-                texts,
-                vocab_size=vocab,
-                show_progress=False,
-                special_tokens=[*special],
-            )
-        return model
+            model.train_from_iterator(texts, trainer)
+        return str(model.to_str())
 
-    def encode(self, text: str) -> NDArray[np.int32]:
-        return np.array([*self.model.encode(text).ids, self.separator], dtype=np.int32)
+    if cache_key is None:
+        return trained()
+    return cached_text(f"bpe/{key_of(cache_key, vocab, special, digits, words)}.json", trained)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode(list(tokens)))
 
-    def save(self, folder: Path) -> None:
-        from transformers import PreTrainedTokenizerFast
+def tokenizer_from(written: str, template: str = "", **roles: Any) -> Any:
+    """Return a tokenizer of transformers.
 
-        PreTrainedTokenizerFast(
-            tokenizer_object=self.model, eos_token="<|endoftext|>"
-        ).save_pretrained(folder)
+    Args:
+        written: the tokenizer, as JSON of ``tokenizers``.
+        template: the special tokens around a text ``$A``, the last of which ends a text.
+        roles: special tokens by role, and other options of ``PreTrainedTokenizerFast``.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    model = Tokenizer.from_str(written)
+    if template:
+        special = [token for token in template.split() if token != "$A"]
+        model.post_processor = TemplateProcessing(
+            single=template,
+            pair=f"{template} $B:1 {special[-1]}:1",
+            special_tokens=[(token, model.token_to_id(token)) for token in special],
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=model, **roles)
+
+
+def byte_tokenizer(**roles: str) -> Any:
+    """Return a tokenizer of transformers with one token per byte, and a special token.
+
+    Args:
+        roles: the special token, by its role; its number is 256.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    numbers = {character: number for number, character in bytes_to_unicode().items()}
+    model: Any = Tokenizer(models.BPE(numbers, []))
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = decoders.ByteLevel()
+    # The name of a special token in a text is bytes, too.
+    return tokenizer_from(model.to_str(), split_special_tokens=True, **roles)
+
+
+def mask_tokenizer(written: str, length: int) -> Any:
+    """Return a byte-level BPE as a tokenizer of transformers with BERT's special tokens.
+
+    Args:
+        written: the BPE, as :func:`learn_bpe` returns it for MASK_SPECIAL.
+        length: positions of the model.
+    """
+    pad, unknown, begin, separator, mask = MASK_SPECIAL
+    return tokenizer_from(
+        written,
+        f"{begin} $A {separator}",
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=begin,
+        sep_token=separator,
+        mask_token=mask,
+        model_max_length=length,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
+    """Train a byte-level BPE; return a tokenizer of transformers with a ChatML template.
+
+    Raise ValueError if ``vocab``, the vocabulary size, is below 258.
+    """
+    # A turn ends with <|im_end|>, which is also the end token.
+    begin, end = special = ("<|im_start|>", "<|im_end|>")
+    written = learn_bpe(texts, vocab, special, digits=True)
+    tokenizer = tokenizer_from(
+        written, eos_token=end, pad_token=end, additional_special_tokens=[begin]
+    )
+    tokenizer.chat_template = _CHATML
+    return tokenizer
+
+
+def ending_tokenizer(texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> Any:
+    """Train a byte-level BPE; return a tokenizer of transformers that ends each text, as T5's.
+
+    Args:
+        texts: the training texts.
+        vocab: vocabulary size.
+        cache_key: JSON that identifies the texts (None: do not cache).
+
+    Raises:
+        ValueError: the vocabulary size is below 258.
+    """
+    pad, end = special = ("<pad>", "</s>")
+    written = learn_bpe(texts, vocab, special, cache_key=cache_key, digits=True)
+    return tokenizer_from(written, f"$A {end}", pad_token=pad, eos_token=end)
 
 
 def tokenizer_key(model: Any) -> str:
@@ -139,153 +192,30 @@ def tokenizer_key(model: Any) -> str:
     )
 
 
-class Vocabulary:
-    """A tokenizer of transformers with its own special tokens, one of which ends each text."""
-
-    def __init__(self, model: Any, name: str) -> None:
-        """Use a tokenizer. Raise ValueError with the model's ``name`` if it has no end token."""
-        self.model = model
-        if self.model.eos_token_id is None:
-            raise ValueError(
-                f"task.model {name!r}: its tokenizer has no end token to separate texts"
-            )
-        self.separator: int = self.model.eos_token_id
-        self.cache_key = tokenizer_key(self.model)
-
-        # A byte-level token has one character per byte; the bytes of other tokens are unknown.
-        tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
-        special = set(self.model.all_special_ids)
-        by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
-        lengths = [
-            len(token) if by_bytes and token_id not in special else 0
-            for token_id, token in enumerate(tokens)
-        ]
-        self.token_bytes = np.array(lengths, dtype=np.int64)
-
-    def encode(self, text: str) -> NDArray[np.int32]:
-        tokens = self.model(text, verbose=False)["input_ids"]
-        remark_unknown(tokens, self.model)
-        # Some tokenizers end a text themselves.
-        if tokens[-1:] != [self.separator]:
-            tokens = [*tokens, self.separator]
-        return np.array(tokens, dtype=np.int32)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.model.decode(list(tokens)))
-
-    def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder)
+def encode_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    """Return the tokens of a text, the last of which is the tokenizer's end token."""
+    tokens = tokenizer(text, verbose=False)["input_ids"]
+    remark_unknown(tokens, tokenizer)
+    # Some tokenizers end a text themselves.
+    if tokens[-1:] != [tokenizer.eos_token_id]:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    return np.array(tokens, dtype=np.int32)
 
 
-def mask_tokenizer(model: Any, length: int) -> Any:
-    """Return a byte-level BPE as a tokenizer of transformers with BERT's special tokens.
-
-    Args:
-        model: the BPE, of ``tokenizers``; its special tokens are MASK_SPECIAL.
-        length: positions of the model.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer.from_str(model.to_str())
-    pad, unknown, begin, separator, mask = MASK_SPECIAL
-    bpe.post_processor = TemplateProcessing(
-        single=f"{begin} $A {separator}",
-        pair=f"{begin} $A {separator} $B:1 {separator}:1",
-        special_tokens=[(begin, bpe.token_to_id(begin)), (separator, bpe.token_to_id(separator))],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=pad,
-        unk_token=unknown,
-        cls_token=begin,
-        sep_token=separator,
-        mask_token=mask,
-        model_max_length=length,
-    )
+def encode_bytes(text: str) -> NDArray[np.int32]:
+    """Return what :func:`encode_text` returns with :func:`byte_tokenizer`, much faster."""
+    return np.array([*text.encode(), 256], dtype=np.int32)
 
 
-def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE; return a tokenizer of transformers with a ChatML template.
-
-    Raise ValueError if ``vocab``, the vocabulary size, is below 258.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    # A turn ends with <|im_end|>, which is also the end token.
-    special = ["<|im_start|>", "<|im_end|>"]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_byte_level(texts, vocab, special),
-        eos_token=special[1],
-        pad_token=special[1],
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
-    tokenizer.chat_template = _CHATML
-    return tokenizer
-
-
-def ending_tokenizer(texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> Any:
-    """Train a byte-level BPE; return a tokenizer of transformers that ends each text, as T5's.
-
-    Args:
-        texts: the training texts.
-        vocab: vocabulary size.
-        cache_key: JSON that identifies the texts (None: do not cache).
-
-    Raises:
-        ValueError: the vocabulary size is below 258.
-    """
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<pad>", "</s>"]
-    if cache_key is None:
-        bpe = _byte_level(texts, vocab, special)
-    else:
-        name = f"bpe/{key_of(cache_key, vocab, *special)}.json"
-        made = cached_text(name, lambda: _byte_level(texts, vocab, special).to_str())
-        bpe = Tokenizer.from_str(made)
-    bpe.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[1])
-
-
-def _byte_level(texts: Iterable[str], vocab: int, special: list[str]) -> Any:
-    """Train a byte-level BPE that divides numbers into digits, so that sums can be learned.
-
-    Args:
-        texts: the training texts.
-        vocab: vocabulary size.
-        special: special tokens, which get the first numbers.
-
-    Raises:
-        ValueError: the vocabulary is too small for all bytes.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    least = len(alphabet) + len(special)
-    if vocab < least:
-        raise ValueError(
-            f"task.vocab {vocab} is too small: a byte-level BPE needs at least {least}"
-        )
-    bpe: Any = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer: Any = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=special,
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    return bpe
+def token_bytes(tokenizer: Any) -> NDArray[np.int64]:
+    """Return the number of bytes of each token; 0 for special tokens, or if it is unknown."""
+    tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    # A byte-level token has one character per byte; the bytes of other tokens are unknown.
+    if "ByteLevel" not in type(tokenizer.backend_tokenizer.decoder).__name__:
+        tokens = [""] * len(tokens)
+    lengths = np.array([len(token) for token in tokens], dtype=np.int64)
+    lengths[tokenizer.all_special_ids] = 0
+    return lengths
 
 
 class Blocks:
