@@ -2,9 +2,9 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +118,22 @@ class TextPairs(TextRows):
         make = self._maker([0, 1])
         for split, of_split in pairs.items():
             self._sets[split] = [*map(make, of_split)]
-        anchors, positives = zip(*pairs["train"], strict=True)
-        self._data_notes = self._duplicates(repeated(anchors), repeated(positives))
+        copies = [repeated(texts) for texts in zip(*pairs["train"], strict=True)]
+        self._data_notes = [*self._copies({"train": copies})]
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
             check_texts(sources, key)
-        anchors = [*_training_texts(sources, "anchor")]
-        positives = [*_training_texts(sources, "positive")]
-        if not anchors and not positives:
+        columns: dict[str, list[tuple[Any, str]]] = {}
+        for key in ("anchor", "positive"):
+            for _, split, rows, column in columns_of(sources, key):
+                columns.setdefault(split, []).append((rows, column))
+        training = columns.get("train", [])
+        if not training:
             return  # rows to predict
 
         # Over a network, read no text before the run: learn no tokens, and count no copies.
-        if any(is_remote(rows) for rows, _ in anchors):
+        if any(is_remote(rows) for rows, _ in training):
             if self.reader.name == LEARNED:
                 raise ValueError(
                     f"{sources[0].where}: task.model {LEARNED} learns its tokens from all training "
@@ -139,26 +142,36 @@ class TextPairs(TextRows):
                 )
             return
 
-        def texts() -> Iterator[str]:
-            for rows, column in (*anchors, *positives):
-                yield from texts_of(rows, column)
+        self.reader.learn(lambda: chain.from_iterable(starmap(texts_of, training)), self._vocab)
+        copies = {}
+        for split, texts in columns.items():
+            copies[split] = [repeated(texts_of(rows, column)) for rows, column in texts]
+        sources[0].notes += self._copies(copies)
 
-        self.reader.learn(texts, self._vocab)
-        sources[0].notes += self._duplicates(_repeated(anchors), _repeated(positives))
-        if not self.group_answers:
-            sources[0].notes += _copies(sources)
+    def _copies(self, copies: Mapping[str, Sequence[int]]) -> Iterator[str]:
+        """Yield a line for each split with texts that are copies of another row's text.
 
-    def _duplicates(self, anchors: int, positives: int) -> list[str]:
-        """Return the line for the log about training texts that are equal to an earlier one."""
-        if not anchors and not positives:
-            return []
-        found = (
-            f"{anchors:,} anchors and {positives:,} positives of the training pairs are equal to "
-            "an earlier one; in a batch, they"
-        )
-        if self.mask_duplicates:
-            return [f"{found} are not negatives of each other"]
-        return [f"{found} are negatives of each other: --task.mask_duplicates true prevents this"]
+        Args:
+            copies: numbers of texts by split, which are equal to an earlier one of their column.
+        """
+        for split, numbers in copies.items():
+            count = sum(numbers)
+            if count and split == "train":
+                line = (
+                    f"{count:,} anchors and positives of the training pairs are equal to an "
+                    "earlier one; in a batch, they are"
+                )
+                if self.mask_duplicates:
+                    yield f"{line} not negatives of each other"
+                else:
+                    yield (
+                        f"{line} negatives of each other: --task.mask_duplicates true prevents this"
+                    )
+            elif count and not self.group_answers:
+                yield (
+                    f"{count:,} texts of {split} are copies of another row's text, and each copy "
+                    "counts in the ranks: --task.group_answers true ranks distinct texts"
+                )
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
@@ -193,22 +206,18 @@ class TextPairs(TextRows):
 
         The candidates are positive and negatives of each sample in turn.
         """
-        anchors = list[Any]()
-        candidates = list[Any]()
-        for anchor, *others in samples:
-            anchors.append(anchor)
-            candidates += others
-
-        # Separate the encoded texts from their numbers.
-        anchor_texts, anchor_ids = zip(*anchors, strict=True)
-        candidate_texts, candidate_ids = zip(*candidates, strict=True)
-        batch = {
-            "anchor_id": torch.tensor(anchor_ids),
-            "candidate_id": torch.tensor(candidate_ids).unflatten(0, (len(samples), -1)),
+        batch = {}
+        sides = {
+            "anchor": [sample[:1] for sample in samples],
+            "candidate": [sample[1:] for sample in samples],
         }
-        for name, texts in (("anchor", anchor_texts), ("candidate", candidate_texts)):
-            for key, value in self.reader.collate(texts).items():
+        for name, texts in sides.items():
+            # Separate the encoded texts from their numbers.
+            encoded, numbers = zip(*chain.from_iterable(texts), strict=True)
+            batch[f"{name}_id"] = torch.tensor(numbers).view(len(samples), -1)
+            for key, value in self.reader.collate(encoded).items():
                 batch[f"{name}.{key}"] = value
+        batch["anchor_id"] = batch["anchor_id"][:, 0]
         return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -312,20 +321,27 @@ class TextPairs(TextRows):
 
         # Write the files of sentence-transformers: its two modules, and the settings of pooling.
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        pooling = {
-            "embedding_dimension": width,
-            "pooling_mode": _POOLINGS[self.pooling],
-            "include_prompt": True,
+        path = "sentence_transformers"
+        transformer = f"{path}.base.modules.transformer.Transformer"
+        pooling = f"{path}.sentence_transformer.modules.pooling.Pooling"
+        files = {
+            "modules.json": [
+                {"idx": 0, "name": "0", "path": "", "type": transformer},
+                {"idx": 1, "name": "1", "path": _POOLING, "type": pooling},
+            ],
+            f"{_POOLING}/config.json": {
+                "embedding_dimension": width,
+                "pooling_mode": _POOLINGS[self.pooling],
+                "include_prompt": True,
+            },
+            "config_sentence_transformers.json": {
+                "model_type": "SentenceTransformer",
+                "similarity_fn_name": "cosine",
+            },
         }
-        modules = [
-            _module(0, "", "base.modules.transformer.Transformer"),
-            _module(1, _POOLING, "sentence_transformer.modules.pooling.Pooling"),
-        ]
-        about = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
         (folder / _POOLING).mkdir(exist_ok=True)
-        _write_json(folder / "modules.json", modules)
-        _write_json(folder / _POOLING / "config.json", pooling)
-        _write_json(folder / "config_sentence_transformers.json", about)
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=1))
 
 
 def _check_distinct(key: str, names: Sequence[str]) -> None:
@@ -335,51 +351,9 @@ def _check_distinct(key: str, names: Sequence[str]) -> None:
             raise ValueError(f"task.{key}: {name!r} is there twice; name each one once")
 
 
-def _training_texts(sources: Sequence[Source], key: str) -> Iterator[tuple[Any, str]]:
-    """Yield the training rows of each source, and the name of their column for this task key."""
-    for _, split, rows, column in columns_of(sources, key):
-        if split == "train":
-            yield rows, column
-
-
-def _repeated(columns: Sequence[tuple[Any, str]]) -> int:
-    """Return how many texts of these columns are equal to an earlier one of the same column."""
-    return sum(repeated(texts_of(rows, column)) for rows, column in columns)
-
-
-def _copies(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield a line for each evaluation set with copies of texts, which the metrics rank apart."""
-    columns: dict[str, list[tuple[Any, str]]] = {}
-    for key in ("anchor", "positive"):
-        for _, split, rows, column in columns_of(sources, key):
-            if split in ("validation", "test"):
-                columns.setdefault(split, []).append((rows, column))
-    for split, texts in columns.items():
-        copies = sum(_repeated([text]) for text in texts)
-        if copies:
-            yield (
-                f"{copies:,} texts of {split} are copies of another row's text, and each copy "
-                "counts in the ranks: --task.group_answers true ranks distinct texts"
-            )
-
-
 def _inputs(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the model's inputs among the tensors of a batch: those with this prefix."""
     return {key.removeprefix(prefix): batch[key] for key in batch if key.startswith(prefix)}
-
-
-def _module(number: int, path: str, kind: str) -> dict[str, Any]:
-    """Return the entry of a module in modules.json of sentence-transformers."""
-    return {
-        "idx": number,
-        "name": str(number),
-        "path": path,
-        "type": f"sentence_transformers.{kind}",
-    }
-
-
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=1))
 
 
 def _encoded(

@@ -8,6 +8,7 @@ mask. The masks are 4-D, because transformers passes a 4-D ``attention_mask`` on
 on the host (no sync). Padding masks and None work as in transformers' SDPA.
 """
 
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -67,7 +68,12 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
         if own_logits is not None:
-            _test_run(model, own_logits, packed=packed)
+            tokens = _tokens(model)
+            if not near(logits_of(model, tokens, attention_mask=causal(tokens.device)), own_logits):
+                name = type(model).__name__
+                raise ValueError(f"{name} does not attend to exactly the tokens before each token")
+            if packed:
+                check_documents(model, tokens, _visible)
     except Exception as error:
         model.set_attn_implementation(before)  # type: ignore[operator]
         if isinstance(error, ValueError):
@@ -316,44 +322,42 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
         model.train(training)
 
 
-def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
-    """Run two documents in one row.
+def check_documents(
+    model: nn.Module, tokens: Tensor, mask: Callable[[Tensor], Tensor], *, first: int = 0
+) -> None:
+    """Raise ValueError if two documents of a row do not get the logits that they get alone.
 
-    Raise ValueError if the logits differ from those of the model's ``own`` attention, or if the
-    logits of the second document depend on the first.
+    Args:
+        model: a model of transformers.
+        tokens: one row of tokens, (1, positions).
+        mask: returns the mask for the document number of each position, (1, positions).
+        first: number of a text's first position.
     """
     name = type(model).__name__
-    tokens = _tokens(model)
     length = tokens.shape[1]
-    device = tokens.device
-
-    # Compare causal attention with the model's own.
-    if not near(logits_of(model, tokens, attention_mask=causal(device)), own):
-        raise ValueError(f"{name} does not attend to exactly the tokens before each token")
-    if not packed:
-        return
+    start = length // 2
+    numbers = torch.arange(length, device=tokens.device)
+    documents = (numbers >= start).long()[None]
+    before = tokens[:, :start]
+    second = tokens[:, start:]
 
     # Run the second document after two different first ones.
-    start = length // 2
-    first = tokens[:, :start]
-    second = tokens[:, start:]
-    documents = torch.tensor([[0] * start + [1] * (length - start)], device=device)
-    positions = torch.tensor([[*range(start), *range(length - start)]], device=device)
-    mask = _visible(documents)
+    def logits_after(before: Tensor) -> Tensor:
+        row = torch.cat([before, second], dim=1)
+        positions = numbers - start * documents + first
+        return logits_of(model, row, position_ids=positions, attention_mask=mask(documents))
 
-    def logits_after(first: Tensor) -> Tensor:
-        row = torch.cat([first, second], dim=1)
-        return logits_of(model, row, position_ids=positions, attention_mask=mask)[:, start:]
-
-    after = logits_after(first)
-    if not near(after, logits_after(first.flip(1)), 2e-6):
+    both = logits_after(before)
+    other = logits_after(before.flip(1))
+    if not near(both[:, start:], other[:, start:], 2e-6):
         raise ValueError(
             f"{name}: its layers carry state from one document to the next (linear attention, a "
             "state space, a convolution)"
         )
 
-    # Run the second document alone.
-    if not near(after, logits_of(model, second, attention_mask=causal(device))):
+    # Run each document alone.
+    alone = torch.cat([logits_of(model, before), logits_of(model, second)], dim=1)
+    if not near(both, alone):
         raise ValueError(
             f"{name}: the logits of a packed document depend on the document before it"
         )

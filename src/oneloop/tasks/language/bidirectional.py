@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor, nn
 
-from oneloop.tasks.language.attention import logits_of, near
+from oneloop.tasks.language.attention import check_documents, logits_of, near
 from oneloop.tasks.model_limits import first_position
 
 
@@ -32,29 +32,17 @@ def check_apart(model: nn.Module, tokens: Tensor) -> None:
         tokens: as many ordinary tokens as a row has, shape (positions,).
     """
     name = type(model).__name__
-    start = len(tokens) // 2  # of the second document
     row = tokens[None]
-    first = row[:, :start]
-    second = row[:, start:]
-
-    def logits(row: Tensor, start: int) -> Tensor:
-        numbers = torch.arange(row.shape[1])
-        documents = (numbers >= start)[None]
-        positions = torch.where(documents, numbers - start, numbers) + first_position(model)[0]
-        return logits_of(model, row, attention_mask=apart(documents), position_ids=positions)
-
     try:
         # Attention to a window of the row differs from that with a mask of the whole row.
-        same = near(logits(row, 0), logits_of(model, row))
-        both = logits(row, start)
-        other = logits(torch.cat([first.flip(1), second], dim=1), start)
+        masked = logits_of(model, row, attention_mask=apart(torch.zeros_like(row)))
+        if not near(masked, logits_of(model, row)):
+            raise ValueError(f"{name}: its logits differ with a mask of the whole row")
+        check_documents(model, row, apart, first=first_position(model)[0])
     except Exception as error:
+        if isinstance(error, ValueError):
+            raise
         raise ValueError(f"{name} does not take masks of documents: {error}") from error
-    alone = torch.cat([logits_of(model, first), logits_of(model, second)], dim=1)
-    if not same or not near(both, alone):
-        raise ValueError(f"{name}: the logits of a packed document differ from those alone")
-    if not near(both[:, start:], other[:, start:], 2e-6):
-        raise ValueError(f"{name}: its layers carry state from one document to the next")
 
 
 def check_both_directions(model: nn.Module, tokens: Tensor) -> None:
