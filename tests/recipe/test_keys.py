@@ -4,11 +4,13 @@ effect."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import hashlib
 import inspect
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -158,24 +160,33 @@ def test_the_tables_hold_every_key():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_argument_of_a_task_is_read(task):
-    """It is read by name in the constructor of the task or of a base class. ``needs`` names only
-    known arguments."""
+    """It is read by name in the constructor of the task, of a base class or of a class that gets
+    the other arguments, or it is a field of one. ``needs`` names only known arguments."""
     kind = resolve("task", task)
     mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {
         "name"
     }
     mine = {key.partition(".")[0] for key in mine}
     read: set[str] = set()
-    for one in kind.__mro__[:-1]:
-        if "__init__" in vars(one) and one.__module__.startswith("oneloop."):
+    left = [*kind.__mro__[:-1]]
+    while left:
+        one = left.pop()
+        if not one.__module__.startswith("oneloop."):
+            continue
+        if dataclasses.is_dataclass(one):
+            read |= {field.name for field in dataclasses.fields(one)}
+        elif "__init__" in vars(one):
             (tree,) = ast.parse(
                 inspect.cleandoc("\n" + inspect.getsource(one.__init__)).strip()
             ).body
-            read |= {
-                n.id
-                for n in ast.walk(tree)
-                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
-            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    read.add(node.id)
+                # Class(**settings)
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                    called = getattr(sys.modules[one.__module__], node.func.id, None)
+                    if inspect.isclass(called) and any(word.arg is None for word in node.keywords):
+                        left.append(called)
     assert mine <= read, mine - read
     needs = getattr(kind, "needs", {})
     assert needs.keys() <= mine and set(re.findall(r"(\w+)!?=", " ".join(needs.values()))) <= mine

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.language.models import Shape
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_encoders import TextReader
 from oneloop.tasks.text_regression import TextRegression
@@ -37,11 +36,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.token_classification",
     "oneloop.tasks.transformers_models",
 )
-
-
-def sized(length: int) -> Shape:
-    """Return sizes of a reader whose texts have this length."""
-    return Shape(layers=2, heads=4, width=128, length=length)
 
 
 COMMON = [
@@ -274,7 +268,7 @@ def test_a_language_model_that_does_not_fit_is_reported(tmp_path):
 
 
 def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
-    made = TextReader(str(bert(tmp_path / "bert")), sized(12))
+    made = TextReader(model=str(bert(tmp_path / "bert")), length=12)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert")
     pairs = [("alpha 1", "beta 2"), ("gamma 17 alpha", "beta"), ("alpha", None)]
     batch = made.collate([made.encode(*pair) for pair in pairs[:2]])
@@ -360,17 +354,17 @@ def test_models_that_are_none_are_reported(tmp_path, name):
 def test_texts_that_do_not_fit_are_reported(tmp_path):
     own = str(bert(tmp_path / "bert"))
     with pytest.raises(ValueError, match="task.length 17 exceeds the 16 positions"):
-        TextReader(own, sized(17)).model(["a", "b"])
+        TextReader(model=own, length=17).model(["a", "b"])
     with pytest.raises(
         ValueError, match="task.length 2 has no room for text next to the special tokens"
     ):
-        TextReader(own, sized(2)).encode("alpha 1", "beta 2")
-    words = TextReader(own, sized(12))
+        TextReader(model=own, length=2).encode("alpha 1", "beta 2")
+    words = TextReader(model=own, length=12)
     assert len(words.encode_words(["alpha", "beta"])[1]) == 2
     with pytest.raises(ValueError, match="word 1 .* has no tokens; remove it"):
         words.encode_words(["alpha", " ", "beta"])
     with pytest.raises(ValueError, match="the text has no tokens; remove the row"):
-        TextReader(str(gpt(tmp_path / "gpt")), sized(12)).encode("")
+        TextReader(model=str(gpt(tmp_path / "gpt")), length=12).encode("")
 
 
 @pytest.mark.slow

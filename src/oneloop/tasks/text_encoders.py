@@ -63,13 +63,17 @@ class TextReader:
     ``notes``: lines for the log about the weights; ``about``: other lines.
 
     Args:
-        name: the name of the model from scratch, a folder saved by transformers, or
-            ``hf:ID[@REVISION]``.
-        shape: maximum tokens of a text, which is cut, and sizes of the model from scratch.
         new: name of the model from scratch, BYTES or LEARNED.
-        pretrained: load the weights; False: only the configuration.
-        trust_remote_code: run Python code stored with the weights.
-        default_length: whether the length is a default, which may be more than the model has.
+        default_length: the default of ``length``, which may be more than a model has.
+        model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or
+            hf:ID[@REVISION]. If the classes differ, the last layer is re-initialized.
+        pretrained: load the weights of model (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
+        length: maximum bytes or tokens of a text; longer texts are cut.
+        dropout: dropout of embeddings, attention and residuals (of a new encoder).
 
     Raises:
         ValueError: the model does not exist, or it has no fast tokenizer, which maps tokens to
@@ -80,39 +84,43 @@ class TextReader:
 
     def __init__(
         self,
-        name: str,
-        shape: Shape,
         *,
         new: str = BYTES,
+        default_length: int | None = None,
+        model: str = BYTES,
         pretrained: bool = True,
         trust_remote_code: bool = False,
-        default_length: bool = False,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        length: int = 256,
+        dropout: float = 0.0,
     ) -> None:
-        self.name = name
-        self.shape = shape
-        self.length = shape.length
+        self.shape = Shape(layers=layers, heads=heads, width=width, length=length, dropout=dropout)
+        self.name = model
+        self.length = length
         self.notes = list[str]()
         self.about = list[str]()
         self.tokenizer: Any = None
-        self._new = name == new
+        self._new = model == new
         self._pretrained = pretrained
         self._trust_remote_code = trust_remote_code
         if self._new:
-            if name == BYTES:
+            if model == BYTES:
                 self._use(byte_tokenizer(pad_token="[PAD]"))
             return
-        if not is_transformers(name):
+        if not is_transformers(model):
             raise ValueError(
-                f"task.model {name!r} is not a folder saved by transformers; give one, {new}, or "
+                f"task.model {model!r} is not a folder saved by transformers; give one, {new}, or "
                 "hf:ID"
             )
         self._use(
-            tokenizer_of(name, trust_remote_code=trust_remote_code),
-            config_of(name, trust_remote_code=trust_remote_code),
+            tokenizer_of(model, trust_remote_code=trust_remote_code),
+            config_of(model, trust_remote_code=trust_remote_code),
         )
-        if default_length:
+        if length == default_length:
             self.length, self.about = shorter_length(
-                name, self.length, key="length", trust_remote_code=trust_remote_code
+                model, length, key="length", trust_remote_code=trust_remote_code
             )
 
     def _use(self, tokenizer: Any, config: Any = None) -> None:

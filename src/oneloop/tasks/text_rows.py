@@ -15,7 +15,6 @@ from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
-from oneloop.tasks.language.models import Shape
 from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.open_data import (
@@ -58,15 +57,6 @@ class TextRows(SplitSets):
         split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
             Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
-        model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or
-            hf:ID[@REVISION]. If the classes differ, the last layer is re-initialized.
-        pretrained: load the weights of model (false: use only its configuration).
-        trust_remote_code: run Python code stored with the weights (only if you trust the author).
-        layers: number of transformer blocks.
-        heads: number of attention heads.
-        width: hidden size.
-        length: maximum bytes or tokens of a text; longer texts are cut.
-        dropout: dropout of embeddings, attention and residuals (of a new encoder).
         unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
             not UTF-8), or skip such rows and list them in environment.json.
         stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
@@ -86,34 +76,13 @@ class TextRows(SplitSets):
         columns: dict[str, str],
         held_out: float = 0.05,
         window: int = 256,
-        model: str = "bytes",
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
-        layers: int = 2,
-        heads: int = 4,
-        width: int = 128,
-        length: int = 256,
-        dropout: float = 0.0,
         unreadable: Unreadable = "stop",
         split_by: SplitBy = "rows",
         stream: bool = False,
+        **reader: Any,
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
-        shape = Shape(
-            layers=layers,
-            heads=heads,
-            width=width,
-            length=length,
-            dropout=dropout,
-        )
-        self.reader = TextReader(
-            model,
-            shape,
-            new=self.new_model,
-            pretrained=pretrained,
-            trust_remote_code=trust_remote_code,
-            default_length=length == self.default_length,
-        )
+        self.reader = TextReader(new=self.new_model, default_length=self.default_length, **reader)
         self.columns = columns
         self.window = window
 
