@@ -85,6 +85,34 @@ def test_a_text_of_one_line_is_cut_after_a_word_or_anywhere(tmp_path):
         assert name == "none" or bytes(tokens["train"]).endswith(b" ")
 
 
+def test_the_content_of_a_file_decides_its_split(tmp_path):
+    """Whatever the names; a copy is in the split of the original."""
+    files(tmp_path / "data", 30)
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for number, file in enumerate(sorted((tmp_path / "data").iterdir(), reverse=True)):
+        (renamed / f"{number:02}.txt").write_text(file.read_text())
+    (renamed / "copy.txt").write_text((renamed / "07.txt").read_text())
+    splits = []
+    for folder in (tmp_path / "data", renamed):
+        made = CausalLM(str(folder), held_out=0.2, **SMALL)
+        splits.append(
+            {
+                name: {bytes(text) for text in texts_in(tokens)}
+                for name, tokens in tokens_of(made).items()
+            }
+        )
+    assert splits[0] == splits[1] and sum(map(len, splits[0].values())) == 30
+
+
+def texts_in(tokens: list[int]) -> list[list[int]]:
+    """Divide tokens at the end tokens."""
+    ends = [at for at, token in enumerate(tokens) if token == END]
+    return [
+        tokens[start:end] for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)
+    ]
+
+
 def test_a_short_file_next_to_a_long_one_is_trained(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "long.txt").write_text("some words\n" * 400)

@@ -97,11 +97,10 @@ class TokenClassification(TextRows):
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
         """Return the predicted classes of the words of each text, without words that are cut."""
-        is_target = (batch["target"] != _IGNORE).cpu()
-        predicted = outputs["logits"].argmax(-1).cpu()
+        predicted = outputs["logits"].argmax(-1)
         prediction = []
-        for row, positions in zip(predicted, is_target, strict=True):
-            prediction.append(self._names(row[positions]))
+        for row, target in zip(predicted, batch["target"], strict=True):
+            prediction.append(self._names(row[target != _IGNORE]))
         return {"prediction": prediction}
 
     def _names(self, numbers: Tensor) -> list[str]:
