@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
+from oneloop.tasks.language.bidirectional import (
+    check_apart,
+    check_both_directions,
+    document_mask,
+)
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import load_model, scratch_config
@@ -218,7 +222,7 @@ class MaskedLM(RawTexts):
             return {"input_ids": batch["input"], "attention_mask": known}
         return {
             "input_ids": batch["input"],
-            "attention_mask": apart(document),
+            "attention_mask": document_mask(document),
             "position_ids": batch["position"] + self._first_position,
         }
 
