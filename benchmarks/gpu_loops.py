@@ -30,8 +30,7 @@ from oneloop import fit
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import prepare_attention
-from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.tokens import Blocks
+from oneloop.tasks.language.sequences import IGNORE, cut_blocks
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.1
@@ -211,7 +210,7 @@ class LabelledRows:
         if isinstance(workload, Images):  # no loop reaches the end, where loaders start again
             self._rows = Repeated(workload.samples, range(len(workload.samples)))
         if isinstance(workload, Text) and workload.packed:
-            full = Blocks(workload.tokens, workload.length, whole=True, content=None)
+            full = cut_blocks(workload.tokens, workload.length, whole=True, content=None)
             count = min(workload.batches * workload.rows, len(full))
             self._rows = Repeated(full, range(count))
 
@@ -222,7 +221,7 @@ class LabelledRows:
         if self._images:
             sample = self._rows[index]
             return {"image": sample["image"], "labels": sample["label"]}
-        tokens: NDArray[np.int64] = self._rows[index][:-1].astype(np.int64)
+        tokens: NDArray[np.int64] = self._rows[index].documents[0][:-1].astype(np.int64)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(tokens)}
 
 

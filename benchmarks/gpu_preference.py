@@ -40,7 +40,7 @@ from gpu_turns import OURS, STEPS, Arm, beside, slug
 from gpu_workloads import Repeated, Text
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.packing import Bins
-from oneloop.tasks.language.pair_samples import PackedPairs, Pairs
+from oneloop.tasks.language.sequences import Samples
 from oneloop.tasks.preference import Preference
 
 SPECIAL = ("<pad>", "<end>", "<unknown>")  # the first words of the tokenizer
@@ -200,16 +200,6 @@ class RandomPairs:
 # oneloop: its task, with the pairs of each step in one row, and a model that is drawn.
 
 
-class RowPerStep(PackedPairs):
-    """Packed pairs, with the same number of pairs in each row: those of a step, in their order."""
-
-    def __init__(self, pairs: Any, length: int, content: Any, count: int) -> None:
-        Pairs.__init__(self, pairs, length, content)
-        members = np.arange(len(self.pair_lengths))
-        self.bins = Bins(members, members[count - 1 :: count] + 1)
-        self.most = count
-
-
 class PairsInOrder(Preference):
     """oneloop's preference optimization on :class:`RandomPairs`."""
 
@@ -227,22 +217,27 @@ class PairsInOrder(Preference):
             beta=BETA,
             store=str(self.setting.folder / "store"),
         )
-        stored = self.pairs["train"]
+        stored = self.samples["train"]
         found = []
-        for number in range(len(stored.pair_lengths)):
-            chosen, rejected = stored.pair(number)[:2]
+        for number in range(0, len(stored.starts), 2):
+            chosen, rejected = stored.document(number), stored.document(number + 1)
             start = int((chosen >= 0).argmax())  # complements are tokens of the prompt
             sides = [token_ids(side).tolist() for side in (chosen, rejected)]
             found.append((sides[0][:start], sides[0][start:], sides[1][start:]))
         self.workload.check(found)
 
-    def _samples(self, pairs: Any, content: Any, split: str) -> Any:
-        if split != "train":
-            return super()._samples(pairs, content, split)
-        return RowPerStep(pairs, self.length, content, self.workload.count)
+    def _samples(self, split: str, pairs: Any, content: Any) -> Samples:
+        samples = super()._samples(split, pairs, content)
+        if split == "train":
+            # Each row has the same number of pairs: those of a step, in their order.
+            count = self.workload.count
+            members = np.arange(len(samples.group_lengths))
+            samples.bins = Bins(members, members[count - 1 :: count] + 1)
+            samples.most = 2 * count
+        return samples
 
     def train_set(self) -> Any:
-        return Repeated(self.pairs["train"], range(self.workload.batches))
+        return Repeated(self.samples["train"], range(self.workload.batches))
 
     def eval_sets(self) -> dict[str, Any]:
         return {}

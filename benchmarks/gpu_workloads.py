@@ -20,8 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oneloop.data.order import StoredOrder
 from oneloop.tasks.language import attention, chunked_loss
-from oneloop.tasks.language.sequences import Packed, collated, spans
-from oneloop.tasks.language.tokens import Blocks
+from oneloop.tasks.language.sequences import Samples, collated, cut_blocks, cut_texts
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 ENDLESS = 10**6  # batches of a data set: no loop reaches its end
@@ -69,11 +68,11 @@ class Text:
         return Ragged(values.astype(np.int32), np.cumsum(lengths))
 
     @cached_property
-    def rows_of_texts(self) -> Packed | Blocks:
+    def rows_of_texts(self) -> Samples:
         """All rows, as oneloop's language tasks make them."""
         if self.packed:
-            return Packed(spans(self.tokens, self.length, "split"), None)
-        return Blocks(self.tokens, self.length, whole=True, content=None)
+            return cut_texts(self.tokens, self.length, "split", room=self.length)
+        return cut_blocks(self.tokens, self.length, whole=True, content=None)
 
     @cached_property
     def samples(self) -> Repeated:
@@ -85,10 +84,7 @@ class Text:
 
     def batch(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples as one batch, as oneloop's language tasks do."""
-        if self.packed:
-            assert isinstance(self.rows_of_texts, Packed)
-            return collated(samples, width=self.length, most=self.rows_of_texts.most)
-        return collated(samples)
+        return collated(samples, width=self.length, most=self.rows_of_texts.most)
 
     def build(self, device: torch.device) -> nn.Module:
         """Return the model that is trained, with weights drawn on the device."""

@@ -19,16 +19,15 @@ import sys
 import time
 from collections.abc import Iterator
 from datetime import date
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from oneloop.data.order import Order, order_of
-from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
 from oneloop.tasks.language.models import Shape, from_scratch
-from oneloop.tasks.language.sequences import Packed, Padded, Spans, collated, spans
+from oneloop.tasks.language.sequences import Samples, collated, cut_texts
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 
@@ -36,7 +35,7 @@ class Random(LanguageModel):
     """A Llama from scratch on documents of random tokens."""
 
     def __init__(self, shape: Shape, entries: int, *, packed: bool) -> None:
-        super().__init__(fused_loss="auto", packed=packed)
+        super().__init__(ModelSettings(), packed=packed)
         self.shape, self._entries = shape, entries
 
     @property
@@ -48,32 +47,26 @@ class Random(LanguageModel):
         return from_scratch(self.shape, entries=self.entries, begin=None, end=0)
 
 
-def documents(count: int, length: int, entries: int) -> Spans:
-    """Return documents of random tokens with log-normal lengths."""
+def documents(count: int, length: int, entries: int, *, room: int) -> Samples:
+    """Return documents of random tokens with log-normal lengths, packed if there is room."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(np.log(120), 0.8, count).astype(np.int64), 2, length + 1)
-    return spans(
+    return cut_texts(
         Ragged(draw.integers(0, entries, lengths.sum()).astype(np.int32), np.cumsum(lengths)),
         length,
         "cut",
+        room=room,
     )
 
 
-def batches(way: str, made: Spans, tokens: int) -> Iterator[dict[str, Tensor]]:
+def batches(way: str, rows: Samples, tokens: int) -> Iterator[dict[str, Tensor]]:
     """Yield all documents once, in batches of about ``tokens`` input tokens."""
-    if way.startswith("packed"):
-        rows: Any = Packed(made, None)
-        each, order = max(1, tokens // made.length), Order(len(rows), seed=0)
-        how = {"width": made.length, "most": rows.most}
-    else:
-        rows, how = Padded(made, None), {}
-        each = max(1, int(tokens / made.lengths.mean()))
-        order = (
-            order_of(rows, seed=0, batch=each) if way == "in buckets" else Order(len(rows), seed=0)
-        )  # type: ignore
+    each = max(1, int(tokens / rows.lengths.mean()))
+    order = order_of(rows, seed=0, batch=each) if way == "in buckets" else Order(len(rows), seed=0)
     indices = order[0 : len(rows)][1].tolist()
     for start in range(0, len(indices), each):
-        yield collated([rows[index] for index in indices[start : start + each]], **how)
+        several = [rows[index] for index in indices[start : start + each]]
+        yield collated(several, width=rows.room, most=rows.most)
 
 
 def trained(task: Random, model: nn.Module, loaded: list[dict[str, Tensor]], half: bool) -> float:
@@ -120,10 +113,12 @@ def main() -> None:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     half = device.type == "cuda"
     shape = Shape("llama", given.layers, given.heads, given.width, given.length)
-    made = documents(given.documents, given.length, given.entries)
     ways: dict[str, tuple[Random, nn.Module, list[dict[str, Tensor]]]] = {}
     for way in ("packed", "in buckets", "as they come", "packed (control)"):
-        task = Random(shape, given.entries, packed=way.startswith("packed"))
+        packed = way.startswith("packed")
+        room = given.length if packed else 0
+        made = documents(given.documents, given.length, given.entries, room=room)
+        task = Random(shape, given.entries, packed=packed)
         model = task.model().to(device)
         loaded = [
             {name: x.to(device) for name, x in one.items()}
@@ -135,7 +130,7 @@ def main() -> None:
         for way, (task, model, loaded) in ways.items():
             took = trained(task, model, loaded, half)
             if turn:
-                found[way].append(int(made.lengths.sum()) / took)
+                found[way].append(int(made.group_lengths.sum()) / took)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     threads = torch.get_num_threads()
     print(

@@ -30,11 +30,13 @@ def shape(folder: Path) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
-    from oneloop.tasks.language.wrong_answers import PairedChats
+    from oneloop.tasks.packaged_rows import PackagedRows
 
-    tokenizer = chat_tokenizer(SyntheticChats("train").texts(), 512)
+    texts = []
+    for row in PackagedRows("lessons", "train"):
+        texts += [message["content"] for message in row["messages"]]
+    tokenizer = chat_tokenizer(texts, 512)
     tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,7 +52,7 @@ def shape(folder: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     with (folder / "pairs.jsonl").open("w") as file:
-        for pair in PairedChats("train").pairs[:60]:
+        for pair in PackagedRows("answer_pairs", "train")[:60]:
             file.write(json.dumps(pair) + "\n")
     return folder
 

@@ -2,7 +2,7 @@
 
     python benchmarks/wrong_answers.py RUN
 
-RUN is a run of the packaged recipe sft that ended early:
+Then run ``packaged_rows.py``. RUN is a run of the packaged recipe sft that ended early:
 
     python -m oneloop.train sft --duration 150 --run.dir RUN
 """
@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from oneloop.tasks.language import wrong_answers
-from oneloop.tasks.language.synthetic_chats import all_questions
 from oneloop.tasks.sft import SFT
+from packaged_rows import WRONG_ANSWERS, right_answers
 
 
 def main(run: Path) -> None:
@@ -24,7 +23,7 @@ def main(run: Path) -> None:
     model.load_state_dict(load_file(run / "final" / "model.safetensors"), strict=False)
     assert task._chat is not None
     wrong = {}
-    for question, right in all_questions():
+    for question, right in right_answers():
         tokens = task._chat.prompt([{"role": "user", "content": question}])
         with torch.no_grad():
             made = model.generate(
@@ -37,9 +36,10 @@ def main(run: Path) -> None:
         answer = task._answer(made[0, len(tokens) :].tolist()).strip()
         if answer and answer != right:
             wrong[question] = answer
-    file = Path(wrong_answers.__file__).with_suffix(".txt")
-    file.write_text("".join(f"{question}\t{wrong[question]}\n" for question in sorted(wrong)))
-    print(f"{len(wrong)} of {len([*all_questions()])} questions have a wrong answer; {file}")
+    lines = [f"{question}\t{wrong[question]}\n" for question in sorted(wrong)]
+    WRONG_ANSWERS.write_text("".join(lines))
+    count = len([*right_answers()])
+    print(f"{len(wrong)} of {count} questions have a wrong answer; {WRONG_ANSWERS}")
 
 
 main(Path(sys.argv[1]))

@@ -40,9 +40,10 @@ from oneloop.cli import main
 from oneloop.recipe.comparison import training_configuration
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
-from oneloop.tools.after_training.recorded_task import recorded_by
+from oneloop.tools.after_training.trained_model import recorded_by
+from oneloop.tools.compare.compare_runs import view
 from oneloop.tools.report.page import report
-from oneloop.tools.run_reader import Follower, read_record, read_yaml
+from oneloop.tools.run_reader import read_record, read_yaml
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.bucket",
@@ -55,7 +56,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
-    "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
     "oneloop.tools.report.page",
     "oneloop.tools.run_reader",
@@ -104,10 +104,9 @@ def _read_files(run: Path, recipe: dict) -> None:
 
 def _read_curves(run: Path) -> None:
     report([run])
-    read_record(run)
-    follower = Follower(run)
-    follower.read()
-    assert follower.done in (True, False)
+    record = read_record(run)
+    assert record.done in (True, False)
+    view([record], (), width=120)
 
 
 def _read_mirror(address: str, run: Path, recipe: dict) -> None:

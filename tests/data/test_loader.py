@@ -754,8 +754,7 @@ def _packed_chats() -> list[Any]:
 
 def _rows(address: str) -> list[Any]:
     """Return the rows of the first steps, of Parquet files on a disk or in a bucket."""
-    from oneloop.tasks.rows.open_data import whole
-    from oneloop.tasks.rows.sources import Source
+    from oneloop.tasks.rows.open_data import Source, whole
 
     rows = whole(Source(address, {"number": "n"}), window=4).parts["all"]
     made = loader({"accelerator": Accelerator(cpu=True)}, rows, micro=4, workers=0)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from lessons import lesson_texts
 from worlds import run, train
 
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
@@ -47,10 +48,9 @@ def a_base(
 
     Its matrices fill whole blocks of bitsandbytes.
     """
-    from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 
-    tokenizer = chat_tokenizer(SyntheticChats("validation").texts(), 320)
+    tokenizer = chat_tokenizer(lesson_texts("validation"), 320)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
     names = {"Gemma3": "Gemma3TextConfig"}

@@ -15,8 +15,8 @@ import preference_rows
 import small_models
 from adapters import a_base
 from fake_steps import Prepared
-from oneloop.tasks.language.number_words import in_words
 from oneloop.tasks.language.tokens import ending_tokenizer
+from oneloop.tasks.packaged_rows import PackagedRows
 
 _SMALL = ["--task.width", "32", "--task.heads", "2", "--task.layers", "2"]
 _BATCH = ["--batch.size", "4", "--batch.micro", "2"]
@@ -131,7 +131,7 @@ def _classifier(file: Path) -> None:
 
 
 def _bart(file: Path) -> None:
-    rows = [{"source": str(number), "target": in_words(number)} for number in range(0, 3000, 10)]
+    rows = PackagedRows("numbers", "validation")
     data = file.with_name("numbers.jsonl")
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     folder = file.with_name("bart")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from lessons import lessons
+
 SOURCE = Path(__file__).parents[2] / "src" / "oneloop" / "launch" / "processes.py"
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
@@ -42,10 +44,8 @@ def few_chats(folder: Path) -> list[str]:
 
     The packaged chats, which are thousands, would take seconds for each tokenizer.
     """
-    from oneloop.tasks.language.synthetic_chats import SyntheticChats
-
     file = folder / "chats.jsonl"
-    chats = [{"messages": chat} for chat in SyntheticChats("train").conversations[:200]]
+    chats = [{"messages": chat} for chat in lessons("train")[:200]]
     file.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     return ["--task.data", str(file)]
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from lessons import lessons
 from oneloop.tasks.language.tokens import chat_tokenizer
 from own_files import rows
 
@@ -43,7 +43,7 @@ def vit(folder: Path, classes: int) -> Path:
 
 def llama(folder: Path) -> list[list[dict[str, str]]]:
     """Save a small Llama with its tokenizer, like transformers; return chats to train it on."""
-    chats = [*SyntheticChats("train").conversations[:200]]
+    chats = lessons("train")[:200]
     tokenizer = chat_tokenizer([one["content"] for chat in chats for one in chat], 400)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)

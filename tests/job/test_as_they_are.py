@@ -20,7 +20,7 @@ from oneloop.recipe.key_rules import described
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import TextFile
 from oneloop.tasks.rows.find_files import found
-from oneloop.tools.run_reader import Curve, Follower, read_record
+from oneloop.tools.run_reader import Curve, read_record
 from silent_cases import ALL, BASE
 from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
@@ -549,7 +549,7 @@ def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
     assert max(value for value in values if value == value) == 1000.0 and any(
         value != value for value in values
     )
-    assert len(record.events()) <= 4000
+    assert len(record.events) == 2000
     tool = str(Path(sys.executable).with_name("oneloop"))
     watched = (
         "import resource,subprocess,sys,time; began=time.time(); "
@@ -568,11 +568,6 @@ def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
         print(typed[0], lines, f"{seconds:.1f} s, {memory:.0f} MiB")
         assert memory < 200
     assert (folder / "report.html").stat().st_size < 10e6
-    follower = Follower(folder)
-    assert follower.read() and follower.lines[-1]["step"] == lines and len(follower.lines) < 66_000
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": lines + 1, "train/loss": 0.5}) + "\n")
-    assert follower.read() and follower.lines[-1]["step"] == lines + 1
 
 
 def test_a_thinned_curve_keeps_what_matters():
@@ -581,10 +576,10 @@ def test_a_thinned_curve_keeps_what_matters():
     for step, value in enumerate(torch.randn(100_000, generator=generator).tolist()):
         curve.add(step, value)
         plain.append(value)
-    steps, values = curve.points()
+    steps, values = zip(*curve.points(), strict=True)
     assert (
         2000 < len(steps) < 4200
-        and steps == sorted(set(steps))
+        and list(steps) == sorted(set(steps))
         and steps[0] == 0
         and steps[-1] == len(plain) - 1
     )

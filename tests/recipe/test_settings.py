@@ -24,7 +24,7 @@ from oneloop.tasks.rows import text_tables as tables
 from oneloop.tasks.rows.arrow_tables import tables as of_files
 from oneloop.tasks.rows.cache import content_of
 from oneloop.tasks.rows.find_files import found
-from oneloop.tools.after_training.recorded_task import recipe_of
+from oneloop.tools.after_training.trained_model import recipe_of
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -43,7 +43,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.images",
     "oneloop.tasks.text_classification",
     "oneloop.tasks.text_regression",
-    "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
 )
 
@@ -307,7 +306,7 @@ def test_an_image_with_too_many_pixels_is_not_decoded():
         ValueError,
         match="12,000 x 12,000 = 144,000,000 pixels, more than task.pixel_limit 89,478,485",
     ):
-        decoded(file.getvalue(), limit=89_478_485)
+        decoded(file.getvalue(), 89_478_485)
 
 
 def test_pearson_of_predictions_that_hardly_vary():

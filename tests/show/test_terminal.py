@@ -18,10 +18,11 @@ from rich.console import Console
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
 from oneloop.show.terminal import Display
+from oneloop.tools.compare.compare_runs import view
+from oneloop.tools.compare.watch import watch
 from oneloop.tools.report.advice import results
-from oneloop.tools.run_reader import Follower
+from oneloop.tools.run_reader import distinct, read_record
 from oneloop.tools.terminal_charts import plotted
-from oneloop.tools.watch.watch import view, watch
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.show.terminal",
     "oneloop.tools.run_reader",
     "oneloop.tools.terminal_charts",
-    "oneloop.tools.watch.command",
-    "oneloop.tools.watch.watch",
+    "oneloop.tools.compare.command",
+    "oneloop.tools.compare.watch",
 )
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
@@ -299,7 +300,7 @@ def test_a_run_is_drawn_from_its_metrics_alone(tmp_path):
 def test_odd_names_and_narrow_terminals(tmp_path):
     folder = written(tmp_path / "lr[bold]x", range(1, 9))
     for width in (12, 20, 40, 300):
-        assert "lr[bold]x" in drawn(folder, width=width).replace("\n", "") or width < 20
+        assert "lr[bold]x" in drawn(folder, width=width) or width < 40
     begun = tmp_path / "begun"
     begun.mkdir()
     (begun / "metrics.jsonl").write_text('{"step": 6, "event": "save"}\n')
@@ -314,9 +315,10 @@ def test_several_runs_are_laid_over_one_another(tmp_path, monkeypatch):
     both = [written(tmp_path / "one", range(1, 9)), written(tmp_path / "two", range(1, 12), 40.0)]
     (tmp_path / "two" / "summary.json").write_text('{"exit_reason": "done"}')
     text = drawn(*both, width=130)
-    assert text.count("train/loss") == 2  # the head of a column, and of one chart
-    rows = [line for line in text.splitlines() if "one" in line or " two " in line]
-    assert len(rows) == 2 and "0.5" in rows[0] and "3.636" in rows[1] and "done" in rows[1]
+    assert text.count("train/loss") == 2  # the head of a row, and of one chart
+    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    assert ["train/loss", "0.5", "3.6364"] in rows
+    assert any(row[0] == "state" and row[2] == "done" for row in rows)
 
     # One chart has both curves, in the colours of their names.
     colours = io.StringIO()
@@ -325,7 +327,7 @@ def test_several_runs_are_laid_over_one_another(tmp_path, monkeypatch):
         patch.setenv("FORCE_COLOR", "1")  # plotille asks whether stdout is a terminal
         watch(both, metrics=("train/loss",), once=True, console=console)
     for number, name in ((94, "one"), (93, "two")):
-        assert f"\x1b[{number}m{name}" in colours.getvalue()
+        assert f"\x1b[{number}m━ {name}" in colours.getvalue()
         assert colours.getvalue().count(f"\x1b[{number}m") > 5
     narrow = drawn(*both, width=70).splitlines()
     assert max(map(len, narrow)) <= 70 and any("0.5" in line for line in narrow)
@@ -333,12 +335,21 @@ def test_several_runs_are_laid_over_one_another(tmp_path, monkeypatch):
 
 
 def test_several_runs_fit_into_a_terminal_of_24_lines(tmp_path):
-    runs = [Follower(written(tmp_path / f"run-{n}", range(1, 9))) for n in range(5)]
-    assert all(one.read() for one in runs)
+    runs = [read_record(written(tmp_path / f"run-{n}", range(1, 9))) for n in range(5)]
     text = io.StringIO()
     Console(file=text, width=80).print(view(runs, (), width=80, height=24))
     lines = text.getvalue().splitlines()
-    assert len(lines) <= 24 and "╰" in lines[-1] and "run-4" in text.getvalue()
+    assert len(lines) <= 24 and "| 0" in lines[-1] and "run-4" in text.getvalue()
+
+
+def test_runs_of_one_name_are_numbered(tmp_path):
+    folders = []
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        folders.append(written(tmp_path / parent / "run", range(1, 9)))
+    assert [run.name for run in distinct(list(map(read_record, folders)))] == ["run [1]", "run [2]"]
+    text = drawn(*folders)
+    assert "run [1]" in text and "run [2]" in text
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -358,25 +369,21 @@ def test_it_waits_for_a_run_that_has_not_begun(tmp_path, terminal):
     waited, _, rest = text.getvalue().partition(f"{folder} does not exist yet")
     assert rest and "waiting: " in waited and "0.8" not in waited  # its last loss
     last = rest.rpartition("does not exist yet")[2].splitlines()
-    assert any("later" in line and "done" in line and "0.8" in line for line in last)
+    rows = [[cell.strip() for cell in line.split("│")] for line in last]
+    assert ["state", "done", "done"] in rows and ["train/loss", "0.8", "1"] in rows
 
 
 def test_a_run_that_is_cut_back_is_read_again(tmp_path):
-    run = Follower(written(tmp_path / "run", range(1, 11)))
-    assert run.read() and run.lines[-2]["step"] == 10
+    folder = written(tmp_path / "run", range(1, 11))
     written(tmp_path / "run", range(11, 13))
-    assert run.read() and [line["step"] for line in run.lines if "train/loss" in line] == list(
-        range(1, 13)
-    )
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    assert read_record(folder).curve("train/loss")[0] == list(range(1, 13))
+    with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "train/lo')
-    assert run.read() and run.lines[-1]["step"] == 12  # half a line is left for the next read
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    written(tmp_path / "run", range(1, 40), loss=8.0)
-    assert (
-        run.read() and next(line["train/loss"] for line in run.lines if "train/loss" in line) == 8.0
-    )
-    assert [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 40))
+    assert read_record(folder).last == 12  # half a line is left for the next read
+    (folder / "metrics.jsonl").unlink()
+    written(folder, range(1, 40), loss=8.0)
+    steps, losses = read_record(folder).curve("train/loss")
+    assert losses[0] == 8.0 and steps == list(range(1, 40))
 
 
 def test_it_follows_a_run_until_its_end(tmp_path):
@@ -399,8 +406,11 @@ def test_it_follows_a_run_until_its_end(tmp_path):
     later.start()
     watch([folder], every=0.1, console=console)
     assert "last line 0 s ago" in text.getvalue()
-    stopped, _, rest = text.getvalue().partition("stopped by SIGINT")
-    assert "30" in stopped and "40" not in stopped and "40" in rest and "done" in rest
+    steps = {}
+    for screen in text.getvalue().split("state ")[1:]:
+        state, step = (line.partition("│")[2].strip() for line in screen.splitlines()[:2])
+        steps[state] = step
+    assert steps["stopped by SIGINT"] == "30" and steps["done"] == "40"
 
 
 @pytest.mark.parametrize("metrics", [1, 12])
@@ -411,12 +421,10 @@ def test_it_fits_into_a_terminal_of_24_lines(tmp_path, metrics):
             f"eval/metric_{number}": 0.5 for number in range(metrics)
         }
         file.write(json.dumps(line) + "\n")
-    run = Follower(folder)
-    run.read()
     text = io.StringIO()
-    Console(file=text, width=80).print(view([run], (), width=80, height=24))
+    Console(file=text, width=80).print(view([read_record(folder)], (), width=80, height=24))
     lines = text.getvalue().splitlines()
-    assert len(lines) <= 24 and "╰" in lines[-1], text.getvalue()
+    assert len(lines) <= 24 and "| 0" in lines[-1], text.getvalue()
     assert any("━ train/loss" in line for line in lines)  # the legend
 
 

@@ -12,16 +12,15 @@ import pytest
 import torch
 import transformers
 
+from lessons import lesson_texts, lessons
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
 pytestmark = [
     pytest.mark.covers(
-        "oneloop.tasks.language.synthetic_chats",
         "oneloop.tasks.language.tokens",
         "oneloop.tasks.sft",
     ),
@@ -79,10 +78,10 @@ def made(tmp_path: Path) -> Path:
     """Write conversations to files, and save a small Llama with its tokenizer."""
     (tmp_path / "data").mkdir()
     for part in ("train", "validation"):
-        lines = [json.dumps({"messages": one}) for one in SyntheticChats(part).conversations[:800]]
+        lines = [json.dumps({"messages": one}) for one in lessons(part)[:800]]
         (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
     tokenizer = chat_tokenizer(
-        [message["content"] for one in SyntheticChats("train").conversations for message in one],
+        lesson_texts("train"),
         400,
     )
     tokenizer.save_pretrained(tmp_path / "llama")
@@ -118,10 +117,9 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
     model.set_attn_implementation("sdpa")
     train_set = task.train_set()
     _, ids = order_of(train_set, seed=0, batch=BATCH)[0 : STEPS * BATCH]
-    rows = [
-        SyntheticChats("train").conversations[:800][int(train_set.spans.texts[index])]
-        for index in ids
-    ]
+    ends = task.rows.tokens("data/train.jsonl", task.rows.form)[0].ends
+    texts = np.searchsorted(ends, train_set.starts[ids], side="right")
+    rows = [lessons("train")[:800][text] for text in texts.tolist()]
 
     from datasets import Dataset
 

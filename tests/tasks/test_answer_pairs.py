@@ -3,6 +3,7 @@ padded."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from functools import partial
 from pathlib import Path
@@ -16,28 +17,23 @@ import border_pairs
 from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices
-from oneloop.tasks.language.pair_rows import PairRows
-from oneloop.tasks.language.pair_samples import (
-    RECORD,
-    Documents,
-    PackedPairs,
-    PaddedPairs,
-    answer_sums,
-    collated_pairs,
-    pair_mask,
-)
+from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.pair_rows import PAIRS
 from oneloop.tasks.language.pairs import encoded_pair
-from oneloop.tasks.language.sequences import IGNORE, token_ids
-from oneloop.tasks.preference import Preference
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
+from oneloop.tasks.packaged_rows import PackagedRows
+from oneloop.tasks.preference import RECORD, Preference
 from oneloop.tasks.reward import Reward
 from oneloop.tasks.rows.cached_arrays import Ragged, make_shard
+from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
     "oneloop.tasks.language.pair_rows",
     "oneloop.tasks.language.documents",
-    "oneloop.tasks.language.pair_samples",
-    "oneloop.tasks.language.wrong_answers",
+    "oneloop.tasks.language.sequences",
+    "oneloop.tasks.language.token_rows",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.pairs",
 )
 
@@ -235,7 +231,7 @@ def test_a_margin_is_kept_to_the_bit():
     assert pair[1:2].view(np.float32)[0] == np.float32(0.1)
     assert pair_of(TEXT_ROW)[1] == 0
     lone = Ragged(pair, np.array([len(pair)]))
-    assert PaddedPairs(lone, 200, None).margins.tolist() == [np.float32(0.1)]
+    assert np.int32(paired(lone, "")[0].number).view(np.float32) == np.float32(0.1)
 
 
 ROWS: dict[str, tuple[dict[str, Any], str]] = {
@@ -401,14 +397,15 @@ def test_a_margin_must_be_a_number(value):
 
 def test_columns_are_chosen_with_a_prompt_if_there_is_one():
     names = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": "t", "system": "s"}
-    chosen = column_choices(names, Preference.kinds)
+    chosen = column_choices(names, PAIRS)
     found = [{key for key, name in one.items() if name} for one in chosen]
     assert found[0] == set(names) and found[-1] == {"chosen", "rejected"}
     assert len(found) == 8 and found[3] == {"prompt", "chosen", "rejected"}
     plain = {**names, "prompt": "", "tools": "", "system": ""}
-    without = column_choices(plain, Preference.kinds)
+    without = column_choices(plain, PAIRS)
     assert without == [plain]
-    of_rewards = column_choices({**names, "margin": "m"}, Reward.kinds)
+    kinds = [(*kind, "margin") for kind in PAIRS]
+    of_rewards = column_choices({**names, "margin": "m"}, kinds)
     assert len(of_rewards) == 8 and all(one["margin"] == "m" for one in of_rewards)
 
 
@@ -437,70 +434,64 @@ def drawn(count: int, *, seed: int = 0, most: int = 20) -> tuple[Ragged, list[An
 
 def test_dropped_pairs_are_left_out_and_documents_are_numbered():
     ragged, pairs = drawn(40)
-    for kind in (PaddedPairs, PackedPairs):
-        made = kind(ragged, 20, {"made by": "test"})
-        assert made.margins.tolist() == [*range(40)]
-        assert len(made.documents) == 80
+    for room in (0, 40):
+        made = paired(ragged, "", room=room, content={"made by": "test"})
+        assert made.numbers.view(np.float32).tolist() == [*range(40)]
+        assert len(made.starts) == 80
         for number, (chosen, rejected) in enumerate(pairs):
-            assert np.array_equal(made.documents[2 * number], chosen)
-            assert np.array_equal(made.documents[2 * number + 1], rejected)
-            lengths = len(chosen) + len(rejected) - 2
-            assert made.pair_lengths[number] == lengths
-        assert made.fingerprint() == {"samples": 40, "made by": "test"}
+            assert np.array_equal(made.document(2 * number), chosen)
+            assert np.array_equal(made.document(2 * number + 1), rejected)
+            assert made.group_lengths[number] == len(chosen) + len(rejected) - 2
+        assert made.fingerprint() == {"samples": len(made), "made by": "test"}
 
-    # Each pair is in one bin, and no bin has more than twice the length.
-    packed = PackedPairs(ragged, 20, None)
+    # Each pair is in one row, and no row has more than twice the length.
+    packed = paired(ragged, "", room=40)
     seen = []
     for sample in (packed[index] for index in range(len(packed))):
-        assert sum(len(side) - 1 for pair in sample for side in pair) <= 40
-        assert len(sample) <= packed.most
-        seen += [pair[0].tobytes() for pair in sample]
+        assert sample.is_row and sum(len(side) - 1 for side in sample.documents) <= 40
+        assert len(sample.documents) <= packed.most
+        seen += [side.tobytes() for side in sample.documents[::2]]
     assert sorted(seen) == sorted(chosen.tobytes() for chosen, _ in pairs)
     assert packed.fingerprint() is None and packed.lengths.tolist() == [40] * len(packed)
 
     empty = Ragged(np.zeros(0, np.int32), np.zeros(3, np.int64))
-    with pytest.raises(
-        ValueError, match="all 3 pairs are longer than 20 tokens; raise task.length"
-    ):
-        PaddedPairs(empty, 20, None)
+    with pytest.raises(ValueError, match="all 3 pairs are longer than 20 tokens; raise it, or set"):
+        paired(empty, "20 tokens")
 
 
-def test_the_digest_depends_on_tokens_and_ends_alone(monkeypatch):
+def test_the_hash_depends_on_tokens_and_ends_alone():
     ragged, pairs = drawn(40)
-    made = PaddedPairs(ragged, 20, None).documents
-    digest = made.digest(marks=False)
+    made = paired(ragged, "")
+    expected = made.token_hash(marks=False)
 
     # Another mask is the same content; with marks it is another.
     unmasked = Ragged(ragged.values.copy(), ragged.ends)
     for number in range(80):
-        unmasked.values[made.starts[number] : made.stops[number]] = token_ids(made[number])
-    other = PaddedPairs(unmasked, 20, None).documents
-    assert other.digest(marks=False) == digest
-    assert other.digest(marks=True) != made.digest(marks=True)
+        unmasked.values[made.starts[number] : made.stops[number]] = token_ids(made.document(number))
+    other = paired(unmasked, "")
+    assert other.token_hash(marks=False) == expected
+    assert other.token_hash(marks=True) != made.token_hash(marks=True)
 
-    # Where the documents are stored, and how many are read at once, changes nothing.
+    # Where the documents are stored changes nothing.
     spans = [side for pair in pairs for side in pair]
     stops = np.cumsum([len(span) for span in spans])
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
-    assert Documents(np.concatenate(spans), starts, stops).digest(marks=False) == digest
-    for tokens in (1, 7, 100):
-        monkeypatch.setattr("oneloop.tasks.language.documents._AT_ONCE", tokens)
-        assert made.digest(marks=False) == digest
+    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) == expected
 
     # Another token, or another end, is another content.
     changed = np.concatenate(spans)
     changed[-1] += 1
-    assert Documents(changed, starts, stops).digest(marks=False) != digest
+    assert Samples(changed, starts, stops).token_hash(marks=False) != expected
     stops[3] += 1
     starts[4] += 1
-    assert Documents(np.concatenate(spans), starts, stops).digest(marks=False) != digest
+    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) != expected
 
 
 class Filled:
     """Outputs whose records are known: the document's number and the position."""
 
-    def __init__(self, pairs: Any) -> None:
-        self.lengths = pairs.documents.lengths
+    def __init__(self, samples: Samples) -> None:
+        self.lengths = samples.sizes
 
     def __getitem__(self, document: int) -> Any:
         records = np.zeros(self.lengths[document] - 1, RECORD)
@@ -508,61 +499,71 @@ class Filled:
         return records
 
 
+def collating(most: int) -> Preference:
+    """Return a task that only collates pairs of up to 20 tokens each."""
+    task = Preference.__new__(Preference)
+    task.length = 20
+    task._max_documents = most
+    return task
+
+
 def test_packed_pairs_have_the_sums_of_padded_ones():
     ragged, pairs = drawn(40)
     rng = np.random.default_rng(1)
     values = {side.tobytes(): rng.normal(size=len(side) - 1) for pair in pairs for side in pair}
-    packed = PackedPairs(ragged, 20, None)
-    padded = PaddedPairs(ragged, 20, None)
+    packed = paired(ragged, "", room=40)
+    padded = paired(ragged, "")
     for made in (packed, padded):
-        outputs = made.freeze()
-        assert outputs.content == made.documents.digest(marks=False)
+        outputs = made.freeze(RECORD, targets=False)
+        assert outputs.content == made.token_hash(marks=False)
         outputs.are_placeholders = True
-        sample = made[0]
-        records = sample[0][2:] if made is packed else sample[2:]
-        assert len(records) == 2 and all((one["logp"] == 0).all() for one in records)
+        records = made[0].records
+        assert len(records) == len(made[0].documents)
+        assert all((one["logp"] == 0).all() for one in records)
         made.outputs = Filled(made)  # type: ignore[assignment]
 
     # The sums of a padded batch are those of each side.
-    batch = collated_pairs([padded[index] for index in range(40)])
-    assert batch["reference"].shape == (*batch["target"].shape, 2)
+    task = collating(2)
+    batch = task.collate([padded[index] for index in range(40)])
+    assert batch["reference"].shape == (*batch["target"].shape, 2) and task.weight(batch) == 40
     reference = batch["reference"].double().sum(-1)
     token_values = torch.zeros(batch["target"].shape, dtype=torch.float64)
     for row in range(80):
-        side = padded.documents[row]
+        side = padded.document(row)
         token_values[row, : len(side) - 1] = torch.from_numpy(values[side.tobytes()])
         expected = -row - torch.arange(len(side) - 1, dtype=torch.float64) / 3
-        assert torch.allclose(reference[row, : len(side) - 1], expected, rtol=1e-14, atol=0)
-        assert (reference[row, len(side) - 1 :] == 0).all()
-        assert (batch["target"][row] != IGNORE).sum() == (side[1:] >= 0).sum()
-    apart = answer_sums(token_values, batch)
-    assert pair_mask(batch).tolist() == [True] * 40
+        is_target = batch["target"][row] != IGNORE
+        assert np.array_equal(is_target[: len(side) - 1], side[1:] >= 0)
+        expected = expected[is_target[: len(side) - 1]]
+        assert torch.allclose(reference[row][is_target], expected, rtol=1e-14, atol=0)
+        assert (reference[row][~is_target] == 0).all()
+    apart = task._answer_sums(token_values, batch)
     assert [float(one) for one in apart[0]] == pytest.approx(
         [values[chosen.tobytes()].sum() for chosen, _ in pairs], rel=1e-13
     )
 
     # Rows of several pairs, whose empty places count nothing.
-    rows = [packed[index] for index in range(len(packed))]
-    batch = collated_pairs(rows, width=40, most=packed.most + 1)
-    assert batch["chosen"].shape == (len(rows), packed.most + 1)
+    rows: list[Sample] = [packed[index] for index in range(len(packed))]
+    task = collating(packed.most + 2)
+    batch = task.collate(rows)
+    assert task.weight(batch) == 40
+    is_target = batch["target"] != IGNORE
+    mask = task._answer_sums(is_target, batch)[0] > 0
     token_values = torch.zeros(batch["target"].shape, dtype=torch.float64)
     for number, row in enumerate(rows):
-        joined = [values[side.tobytes()] for pair in row for side in pair[:2]]
-        joined = np.concatenate(joined)
+        joined = np.concatenate([values[side.tobytes()] for side in row.documents])
         token_values[number, : len(joined)] = torch.from_numpy(joined)
-        token_values[number, len(joined) :] = 1e9  # of the padding
-    chosen, rejected = answer_sums(token_values, batch)
-    mask = pair_mask(batch)
+    chosen, rejected = task._answer_sums(token_values, batch)
     members = np.concatenate([packed.bins[index] for index in range(len(packed))])
-    assert mask.sum() == 40 and len(mask) == len(rows) * (packed.most + 1)
+    assert mask.sum() == 40 and len(mask) == len(rows) * (packed.most // 2 + 1)
     assert (chosen[~mask] == 0).all() and (rejected[~mask] == 0).all()
     assert torch.allclose(chosen[mask], apart[0][members], rtol=1e-13, atol=1e-13)
     assert torch.allclose(rejected[mask], apart[1][members], rtol=1e-13, atol=1e-13)
-    reference = batch["reference"].double().sum(-1)
-    sums = answer_sums(reference, batch)[1][mask]
+    sums = task._answer_sums(batch["reference"].double().sum(-1), batch)[1][mask]
     for at, number in enumerate(members):
+        document = packed.document(2 * int(number) + 1)
         records = packed.outputs[2 * int(number) + 1]["logp"]  # type: ignore[index]
-        assert float(sums[at]) == pytest.approx(records.sum(), rel=1e-12)
+        assert float(sums[at]) == pytest.approx(records[document[1:] >= 0].sum(), rel=1e-12)
 
 
 # --- the task
@@ -585,13 +586,13 @@ def task_of(
 def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
     rows = [{"prompt": f"the word {at} is", "chosen": " it", "rejected": " x"} for at in range(9)]
     task = task_of(tmp_path, rows)
-    assert len(task.pairs["train"].documents) == 18 and len(task.eval_sets()["validation"]) == 1
+    assert len(task.samples["train"].starts) == 18 and len(task.eval_sets()["validation"]) == 1
     [line] = [line for line in task.notes if line.startswith("a pair: ")]
     assert line == "a pair: 'the word 0 is', chosen ' it<|im_end|>', rejected ' x<|im_end|>'"
     with pytest.raises(ValueError, match=r"train\.jsonl, row 4: both answers are equal"):
         task_of(tmp_path, [*rows[:4], {**rows[4], "chosen": " x"}, *rows[5:]])
     skipping = task_of(tmp_path, [*rows[:4], {**rows[4], "chosen": " x"}], unreadable="skip")
-    assert len(skipping.pairs["train"].documents) == 8 and len(skipping.skipped_rows) == 1
+    assert len(skipping.samples["train"].starts) == 8 and len(skipping.skipped_rows) == 1
 
     # Of a row with an unknown column, the message names the keys.
     with pytest.raises(ValueError, match="cannot find 'chosen'.*task.chosen"):
@@ -599,7 +600,7 @@ def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
     named = [{"prompt": "the", "good": f" word {at}", "rejected": " c"} for at in range(3)]
     assert len(task_of(tmp_path, named, chosen="good").train_set()) == 1
     long = [{**row, "chosen": " word" * 80} for row in rows]
-    with pytest.raises(ValueError, match="train: all 9 pairs are longer than 64 tokens"):
+    with pytest.raises(ValueError, match="train: all 9 pairs are longer than task.length"):
         task_of(tmp_path, long, overlong="drop")
     # This row is a conversation, but the first is a text.
     mixed = [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}]
@@ -611,8 +612,9 @@ def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_
     rows = [{"chosen": f"word {at} is it", "rejected": f"word {at} is x"} for at in range(9)]
     plain = task_of(tmp_path / "plain", rows)
     empty = task_of(tmp_path / "empty", [{**row, "prompt": None} for row in rows])
-    for side, other in zip(plain.pairs["train"].pair(3), empty.pairs["train"].pair(3), strict=True):
-        assert np.array_equal(side, other)
+    for number in (6, 7):
+        sides = [task.samples["train"].document(number) for task in (plain, empty)]
+        assert np.array_equal(*sides)
     with pytest.raises(ValueError, match=r"row 3: the prompt is empty; .* task.prompt ''"):
         task_of(
             tmp_path / "some",
@@ -627,31 +629,40 @@ def test_a_column_without_any_prompt_is_ignored_and_a_null_beside_prompts_is_an_
 def test_the_task_reads_the_packaged_pairs(tmp_path, monkeypatch):
     """A few of them, with a model whose tokenizer exists."""
 
-    class Few(PairRows.lessons):
-        def __init__(self, part: str) -> None:
-            super().__init__(part)
-            self.pairs = self.pairs[:12]
+    class Few(PackagedRows):
+        def __init__(self, name: str, split: str) -> None:
+            super().__init__(name, split)
+            del self[12:]
 
-    monkeypatch.setattr(PairRows, "lessons", Few)
+    monkeypatch.setattr("oneloop.tasks.language.token_rows.PackagedRows", Few)
     a_model(tmp_path / "model", tokenizer_with(CHATML, PLAIN))
     for kind in (Preference, Reward):
         task = kind("lessons", model=str(tmp_path / "model"), length=512)
-        assert len(task.pairs["train"].documents) == 24
+        assert len(task.samples["train"].starts) == 24
 
 
-def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():
-    from oneloop.tasks.language.synthetic_chats import _RULES, whole_question
-    from oneloop.tasks.language.wrong_answers import PairedChats
+def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from packaged_rows import full_question, right_answers
 
-    right = {}
-    for rule in _RULES:
-        for template in rule.questions:
-            for subject in rule.subjects:
-                right[template.format(subject)] = rule.answer(subject)
+    right = dict(right_answers())
     for part, least in (("train", 3000), ("validation", 150), ("test", 150)):
-        pairs = PairedChats(part)
+        pairs = PackagedRows("answer_pairs", part)
         assert len(pairs) > least and pairs.fingerprint() and part in pairs.where(0)
-        for pair in pairs.pairs:
+        for pair in pairs:
             asked = [one["content"] for one in pair["prompt"] if one["role"] == "user"]
-            answer = right[whole_question(asked)]
+            answer = right[full_question(asked)]
             assert pair["chosen"][0]["content"] == answer != pair["rejected"][0]["content"]
+
+
+def test_the_packaged_rows_are_what_their_script_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    from packaged_rows import FOLDER, contents, digits
+
+    written = dict(contents())
+    assert {file.name for file in FOLDER.iterdir()} == written.keys() | {"digits.npz"}
+    with np.load(FOLDER / "digits.npz") as arrays:
+        for name, values in digits().items():
+            assert np.array_equal(arrays[name], values) and arrays[name].dtype == values.dtype
+    for name, lines in written.items():
+        assert gzip.decompress((FOLDER / name).read_bytes()) == lines

@@ -4,6 +4,7 @@ pictures of a step are the same on every layout, with copies of each image, too.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,10 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order, order_of
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
-from oneloop.tasks.augmentation import Repeated, RepeatedOrder, prepared
+from oneloop.tasks.augmentation import Repeated, RepeatedOrder, Transform
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.image_models import described
-from oneloop.tasks.image_settings import Augmentation, RandomCrop, Resizing, jitter_strengths
+from oneloop.tasks.image_settings import PLAIN, Resizing
 from oneloop.tasks.rows.mixture import Mixture
 from own_files import images
 from worlds import after, back_to, each_message, run, train
@@ -59,30 +60,30 @@ def cropped(mode: str, area=(0.3, 1.0), ratio=(3 / 4, 4 / 3)):
 
 # how an image is changed, and the transforms of torchvision; the older ones, if they draw the same
 SAME = {
-    **{f"crop, {mode}": (mode, Augmentation(RandomCrop(0.3)), [cropped(mode)]) for mode in MODES},
+    **{f"crop, {mode}": (mode, replace(PLAIN, crop=0.3), [cropped(mode)]) for mode in MODES},
     "part of the crops": (
         "bilinear",
-        Augmentation(RandomCrop(0.2, 0.5, [0.5, 3.0])),
+        replace(PLAIN, crop=0.2, crop_max=0.5, crop_ratio=[0.5, 3.0]),
         [cropped("bilinear", (0.2, 0.5), (0.5, 3.0))],
     ),
     "one jitter": (
         "bilinear",
-        Augmentation(jitter=jitter_strengths(0.4)),
+        replace(PLAIN, color_jitter=0.4),
         [transforms.Resize((16, 16)), transforms.ColorJitter(0.4, 0.4, 0.4)],
     ),
     "four jitters after a crop": (
         "bicubic",
-        Augmentation(RandomCrop(0.3), jitter=jitter_strengths([0.1, 0.2, 0.3, 0.5])),
+        replace(PLAIN, crop=0.3, color_jitter=[0.1, 0.2, 0.3, 0.5]),
         [cropped("bicubic"), transforms.ColorJitter(0.1, 0.2, 0.3, 0.5)],
     ),
     "TrivialAugment": (
         "bilinear",
-        Augmentation(trivialaugment=True),
+        replace(PLAIN, trivialaugment=True),
         [v2.Resize((16, 16)), v2.TrivialAugmentWide()],
     ),
     "TrivialAugment and jitter": (
         "nearest",
-        Augmentation(RandomCrop(0.3), trivialaugment=True, jitter=jitter_strengths([0, 0, 0.4])),
+        replace(PLAIN, crop=0.3, trivialaugment=True, color_jitter=[0, 0, 0.4]),
         [cropped("nearest"), v2.TrivialAugmentWide(), transforms.ColorJitter(0, 0, 0.4)],
     ),
 }
@@ -91,7 +92,7 @@ SAME = {
 @pytest.mark.parametrize("name", SAME)
 def test_pictures_are_those_of_torchvision_with_the_same_random_numbers(name):
     mode, how, steps = SAME[name]
-    make, expected = prepared(Resizing(16, mode), MEAN, STD, how), transforms.Compose(steps)
+    make, expected = Transform(Resizing(16, mode), MEAN, STD, how), transforms.Compose(steps)
     made = []
     for number in range(40):
         image = picture(*SIZES[number % 4])
@@ -122,11 +123,11 @@ def test_evaluation_images_are_those_of_timm_and_transformers(tmp_path, mode, cr
     by_transformers = AutoImageProcessor.from_pretrained(tmp_path)
     for size in SIZES:
         image = picture(*size)
-        own = prepared(Resizing(32, mode, crop), MEAN, STD)(image)
+        own = Transform(Resizing(32, mode, crop), MEAN, STD)(image)
         assert torch.allclose(own, by_timm(image), rtol=0, atol=1e-6), size
 
         # They resize tensors, where Pillow rounds intermediate values to bytes.
-        own = prepared(resizing, MEAN, STD)(image)
+        own = Transform(resizing, MEAN, STD)(image)
         other = by_transformers(image, return_tensors="pt")["pixel_values"][0]
         bytes_apart = (own - other).abs().mul(torch.tensor(STD)[:, None, None]).mul(255)
         if mode == "nearest":  # they may choose the other of two pixels at the same distance

@@ -35,7 +35,7 @@ from chats import (
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed
 from oneloop.tasks.language.conversations import encoded
-from oneloop.tasks.language.sequences import IGNORE, spans
+from oneloop.tasks.language.sequences import IGNORE, cut_texts
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
@@ -695,8 +695,8 @@ def test_split_conversations_hold_every_trained_token_once():
     numbers = np.arange(lengths.sum(), dtype=np.int32)
     texts = Ragged(np.where(trained, numbers, ~numbers), np.cumsum(lengths))
     for length in (1, 2, 7, 59):
-        made = spans(texts, length, "split")
-        targets = np.concatenate([made[index][1:] for index in range(len(made))])
+        made = cut_texts(texts, length, "split")
+        targets = np.concatenate([made[index].documents[0][1:] for index in range(len(made))])
         first = np.cumsum(lengths) - lengths  # a first token has no predecessor to predict it from
         expected = np.setdiff1d(numbers[trained], first)
         assert sorted(targets[targets >= 0].tolist()) == expected.tolist()

@@ -28,7 +28,7 @@ from logit_cases import (
 from oneloop.tasks.language.chunked_loss import Losses, chunked_cross_entropy, without_logits
 
 pytestmark = [
-    pytest.mark.covers("oneloop.tasks.language.chunked_loss"),
+    pytest.mark.covers("oneloop.tasks.language.chunked_loss", "oneloop.tasks.probe"),
     pytest.mark.usefixtures("one_thread"),
 ]
 

@@ -23,12 +23,12 @@ from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
 from oneloop.tasks.distil import Distil
 from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.sequences import Sample
 from slow_cases import with_slow
 from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.distil",
-    "oneloop.tasks.language.text_sums",
     "oneloop.tasks.language.teachers",
 )
 
@@ -124,10 +124,8 @@ class Plain:
         found = []
         for step in range(steps):
             _, ids = order[4 * step : 4 * step + 4]
-            rows = [samples[int(index)] for index in ids]
-            if self.task.packed:
-                rows = [document for row in rows for document in row]
-            sums = [self.document(span) for span, _ in rows]
+            documents = [one for index in ids for one in samples[int(index)].documents]
+            sums = [self.document(document) for document in documents]
             count = sum(float(one["count"]) for one in sums)
             (sum(one["loss"] for one in sums) / count).backward()  # type: ignore[union-attr]
             optimizer.step()
@@ -214,8 +212,8 @@ def test_the_divergence_is_that_of_trl(base, kind):
     plain = Plain(base, "padded", **settings)
     task = plain.task
     samples = task.train_set()
-    spans = [samples[number][0] for number in range(4)]
-    batch = super(Distil, task).collate(spans)
+    spans = [samples.document(number) for number in range(4)]
+    batch = super(Distil, task).collate([Sample([span]) for span in spans])
     student = plain.student(input_ids=batch["input"]).logits[..., : task.entries]
     with torch.no_grad():
         teacher = plain.teacher(input_ids=batch["input"]).logits[..., : task.entries]
@@ -325,19 +323,14 @@ def test_packed_and_padded_have_the_same_gradients(base, one_thread, kind):
         samples = task.train_set()
         frozen = task.frozen_model()
         made = []
-        for number in range(len(samples.spans)):
+        for number in range(len(samples.starts)):
             batch = frozen.batch("train", [number])
             with torch.no_grad():
                 made += frozen.compute(plain.teacher, batch)
 
-        # Give each sample the records of its spans.
-        rows: list[Any] = []
-        if task.packed:
-            for members in (samples.bins[number] for number in range(len(samples))):
-                rows.append([(samples.spans[one], made[one]) for one in members.tolist()])
-        else:
-            rows = [(samples.spans[one], made[one]) for one in range(len(samples))]
-        batch = task.collate(rows)
+        # Give each sample the records of its documents.
+        samples.outputs = made
+        batch = task.collate([samples[number] for number in range(len(samples))])
         total, outputs = task.loss(model, batch)
         (total / task.weight(batch)).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
@@ -422,7 +415,7 @@ def test_other_data_get_their_own_pass(base, first, tmp_path, one_thread):
     samples = plain.task.samples_of(str(base / "new.jsonl"), labelled=True)
     plain.task.before_run(None, None)
     with torch.no_grad():
-        sums = [plain.document(samples[number][0]) for number in range(7)]
+        sums = [plain.document(samples.document(number)) for number in range(7)]
     count = sum(float(one["count"]) for one in sums)
     means = {name: sum(float(one[name]) for one in sums) / count for name in sums[0]}
     assert found["data/divergence"] == pytest.approx(means["divergence"], rel=1e-5)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from oneloop.tasks.language.divergences import divergence, merged
+from oneloop.tasks.language.sequences import IGNORE, Sample, collated, records_of_targets
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
 
 pytestmark = [
@@ -48,8 +49,8 @@ def found(
 ) -> torch.Tensor:
     """Return the divergence by way of stored records."""
     stored = records(teacher, record_of(k, ENTRIES), temperature=temperature)
-    span = np.arange(len(teacher) + 1, dtype=np.int32)
-    batch = collated_records([[(span, stored)]], (1, len(teacher)), ENTRIES)
+    every = torch.ones(1, len(teacher), dtype=torch.bool)
+    batch = collated_records(stored, every, ENTRIES)
     of_student = merged(student[None], batch["teacher_entry"], temperature=temperature)
     of_teacher = batch["teacher"].to(student.dtype)
     return divergence(of_teacher, of_student, kind, weight=WEIGHT)[0]  # type: ignore[arg-type]
@@ -191,8 +192,9 @@ def test_records_are_at_the_positions_of_their_targets(k):
         targets = span[1:] >= 0
         made = records(torch.randn(int(targets.sum()), ENTRIES) + number, record, temperature=1.0)
         stored.append(made)
-    rows = [list(zip(spans[:2], stored[:2], strict=True)), [(spans[2], stored[2])]]
-    batch = collated_records(rows, (2, 6), ENTRIES)
+    rows = [Sample(spans[:2], True, stored[:2]), Sample(spans[2:], True, stored[2:])]
+    is_target = collated(rows, width=6, most=2)["target"] != IGNORE
+    batch = collated_records(records_of_targets(rows), is_target, ENTRIES)
     places = [(0, 0, 0, 0), (0, 2, 0, 1), (0, 4, 1, 0), (1, 0, 2, 0)]
     for row, column, document, target in places:
         one = stored[document][target]

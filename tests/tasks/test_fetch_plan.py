@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -13,9 +11,6 @@ from oneloop.tasks.augmentation import RepeatedOrder
 from oneloop.tasks.rows.mixture import Mixed, proportions
 from oneloop.tasks.rows.remote import fetch_plan
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
-from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room
-from oneloop.tasks.rows.remote.range_file import GroupRequest
-from oneloop.tasks.rows.remote.store import RemoteObject
 from oneloop.tasks.rows.row_group_order import Windows
 
 pytestmark = pytest.mark.covers("oneloop.tasks.rows.remote.fetch_plan", "oneloop.data.batch_layout")
@@ -78,15 +73,12 @@ def test_what_is_needed_is_what_a_plain_loop_uses(name, ranks, grain, start, mon
             budget=budget,
         )
         uses = [used_groups(order, layout, rank, start, step, offset) for step in range(2 * steps)]
-        now: dict[int, int] = {}
         for step in range(steps):
-            changed, removed = needed.advance(step)
-            assert not removed & changed.keys() and removed <= now.keys()
-            now = {group: use for group, use in now.items() if group not in removed} | changed
+            now = needed.advance(step)
 
-            # All of this step's groups are there, and changed ones come in the order of their use.
+            # All of this step's groups are there, and groups come in the order of their use.
             assert now.keys() >= set(uses[step])
-            assert list(changed.values()) == sorted(changed.values())
+            assert list(now.values()) == sorted(now.values())
             for group, use in now.items():
                 # A use that has begun is not over. One that comes is the first one.
                 if use >= step and use < len(uses):
@@ -122,32 +114,6 @@ def test_a_step_that_skips_others_drops_what_they_used():
         sizes=sizes,
         budget=3,
     )
-    first, _ = needed.advance(0)
-    assert list(first)[:3] == [0, 1, 2]
+    assert list(needed.advance(0))[:3] == [0, 1, 2]
     last = int(FIRSTS[-1]) // layout.size - 1
-    _, removed = needed.advance(last)
-    assert {1, 2} <= removed  # the next epoch needs the first one
-
-
-def test_the_farthest_use_makes_room():
-    def job(name: str, size: int) -> FetchJob:
-        item = RemoteObject(name, 1, "1")
-        made = FetchJob(GroupRequest("s3://bucket", item, 0, ("x",), size, budget=100))
-        made.path = Path(name)
-        return made
-
-    soon, late, spare = job("soon", 40), job("late", 40), job("spare", 20)
-    middle, last = job("middle", 40), job("last", 90)
-    next_use = {
-        soon.request: 5,
-        middle.request: 10,
-        late.request: 50,
-        last.request: 60,
-    }
-    users = {request: [0, 1] for request in next_use}
-    room = Room([spare, late, soon], next_use, users)
-    assert room.make(last.request) is None  # what is there is needed before it
-    assert room.make(middle.request) == [spare, late]
-
-    # A group that two plans need counts half for each. What was dropped does not count.
-    assert room.share_with(middle.request) == 40 / 2 + 40 / 2
+    assert not {1, 2} & needed.advance(last).keys()  # the next epoch needs the first one

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.run.compatibility",
     "oneloop.tasks.frozen.outputs",
     "oneloop.tasks.frozen.task",
-    "oneloop.tools.after_training.initial_model",
+    "oneloop.tools.after_training.trained_model",
 )
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}

@@ -4,6 +4,7 @@ labels."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,10 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 from oneloop.data.seeded_samples import SeededSamples
-from oneloop.tasks.augmentation import Blended, prepared
+from oneloop.tasks.augmentation import Blended, Transform
 from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.image_settings import Augmentation, Resizing
+from oneloop.tasks.image_settings import PLAIN, Resizing
 from own_files import images
 from worlds import each_message, run, train
 
@@ -269,12 +270,12 @@ def test_pixels_are_those_of_torchvisions_older_transforms():
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
     steps = [transforms.Resize((16, 16)), transforms.ToTensor(), transforms.Normalize(mean, std)]
     assert torch.allclose(
-        prepared(Resizing(16), mean, std)(image),
+        Transform(Resizing(16), mean, std)(image),
         transforms.Compose(steps)(image),
         rtol=0,
         atol=1e-6,
     )
-    grey = prepared(Resizing(16), [0.5], [0.5], Augmentation(mirror=True))(image)
+    grey = Transform(Resizing(16), [0.5], [0.5], replace(PLAIN, mirror=True))(image)
     assert grey.shape == (1, 16, 16)
 
 

@@ -10,14 +10,13 @@ from torch import nn
 
 from oneloop.task_protocol.evaluation_metrics import directions
 from oneloop.tasks.class_counts import ClassCounts
-from oneloop.tasks.language.text_sums import TextSums
+from oneloop.tasks.light_metrics import Means, TextMeans
 from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
     "oneloop.tools.report.examples",
     "oneloop.tasks.class_counts",
-    "oneloop.tasks.language.text_sums",
     "oneloop.tasks.light_metrics",
 )
 
@@ -189,26 +188,31 @@ def test_many_classes_keep_no_matrix():
         "macro_f1": pytest.approx(1 / 101),
         "matthews": 0.0,
     }
-    assert sum(tensor.numel() for tensor in counts.buffers()) == 3 * 101 + 2
+    assert sum(tensor.numel() for tensor in counts.buffers()) == 3 * 101 + 1
 
 
 def test_sums_of_text_are_perplexity_and_bits_per_byte():
-    sums = TextSums()
+    means = TextMeans({"perplexity": False, "accuracy": True, "bits_per_byte": False})
     for _ in range(2):
-        tokens, right, text = torch.tensor(2), torch.tensor(1), torch.tensor(4)
-        sums.update(torch.tensor(4 * math.log(2)), tokens, right=right, text=text)
-    assert sums.compute() == pytest.approx(
+        nats, tokens = torch.tensor([math.log(2), 3 * math.log(2)]), torch.tensor([True, True])
+        means.update(
+            {
+                "perplexity": (nats, tokens),
+                "accuracy": (torch.tensor([True, False]), tokens),
+                "bits_per_byte": (nats, torch.tensor([1, 3])),
+            }
+        )
+    assert means.compute() == pytest.approx(
         {"perplexity": 4.0, "accuracy": 0.5, "bits_per_byte": 1.0}
     )
 
 
-def test_texts_that_are_wholly_right_are_counted():
-    sums = TextSums(by_bytes=False, whole=True)
-    for whole in ([True, False, False], [True]):
-        sums.update(
-            torch.tensor(0.0), torch.tensor(4), right=torch.tensor(2), whole=torch.tensor(whole)
-        )
-    assert sums.compute() == pytest.approx({"perplexity": 1.0, "accuracy": 0.5, "exact": 0.5})
+def test_a_mean_without_weight_is_no_number():
+    means = Means({"first": None, "second": True})
+    for values in ([True, False, False], [True]):
+        exact = torch.tensor(values)
+        means.update({"first": (exact, torch.ones_like(exact)), "second": (exact, exact & False)})
+    assert means.compute() == pytest.approx({"first": 0.5, "second": math.nan}, nan_ok=True)
 
 
 def test_directions_are_known_before_anything_is_measured():
@@ -224,11 +228,10 @@ def test_directions_are_known_before_anything_is_measured():
         "macro_f1": True,
         "matthews": True,
     }
-    assert directions(Task(TextSums)) == {
+    assert directions(Task(lambda: Means({"accuracy": True, "kl": None}))) == {
         "loss": False,
-        "perplexity": False,
         "accuracy": True,
-        "bits_per_byte": False,
+        "kl": None,
     }
     assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {
         "loss": False,

@@ -14,7 +14,7 @@ from adapters import WORDS, a_base, of_words
 from oneloop.cli import main
 from oneloop.tasks.language.lora_settings import adapters
 from oneloop.tasks.sft import SFT
-from oneloop.tools.after_training.rounded_matrices import round_frozen
+from oneloop.tools.after_training.trained_model import round_frozen
 from planning import few_chats
 from silent_cases import unfinished
 from worlds import after, run, train
@@ -22,7 +22,7 @@ from worlds import after, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.basics.base_models",
     "oneloop.machine.frozen_dtype",
-    "oneloop.tools.after_training.rounded_matrices",
+    "oneloop.tools.after_training.trained_model",
     "oneloop.tasks.language.lora",
     "oneloop.tasks.language.lora_settings",
     "oneloop.tasks.language.models",

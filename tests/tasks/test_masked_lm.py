@@ -13,12 +13,12 @@ import transformers
 from accelerate import Accelerator
 from tokenizers import Tokenizer, models
 
+from lessons import lessons
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluate
 from oneloop.tasks.language.bidirectional import check_apart
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.tokens import MASK_SPECIAL, learn_bpe, mask_tokenizer
 from oneloop.tasks.masked_lm import MaskedLM
 from own_files import rows
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
 
 TEXTS = [
     message["content"]
-    for chat in SyntheticChats("train").conversations[:150]
+    for chat in lessons("train")[:150]
     for message in chat
 ]  # fmt: skip
 TINY: dict[str, Any] = {"layers": 2, "width": 32, "vocab": 400, "block": 48}
@@ -327,7 +327,7 @@ def test_the_tokenizer_comes_with_the_weights(data, tmp_path):
     encoded = loaded("one two", "three")
     assert loaded.decode(encoded["input_ids"]) == "[CLS]one two[SEP]three[SEP]"
     again = MaskedLM(data, model=str(tmp_path), block=TINY["block"])
-    assert np.array_equal(again.train_set().spans.tokens, task.train_set().spans.tokens)
+    assert np.array_equal(again.train_set().tokens, task.train_set().tokens)
 
 
 # Wrong inputs.

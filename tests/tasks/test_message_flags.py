@@ -13,12 +13,11 @@ from pyarrow import parquet
 
 from oneloop.basics.differences import differences
 from oneloop.tasks.language.answer_rows import AnswerRows
-from oneloop.tasks.language.message_flags import FLAGS
+from oneloop.tasks.language.conversations import FLAGS
 from oneloop.tasks.sft import SFT
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.conversations",
-    "oneloop.tasks.language.message_flags",
     "oneloop.tasks.language.messages_as_json",
     "oneloop.tasks.rows.open_data",
     "oneloop.tasks.sft",

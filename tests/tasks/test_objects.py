@@ -22,8 +22,7 @@ from oneloop.tasks.language.conversations import conversation, encoded, holds_te
 from oneloop.tasks.language.pairs import encoded_pair
 from oneloop.tasks.rows.objects import Written, down_to
 from oneloop.tasks.rows.open_data import Source, whole
-from oneloop.tasks.rows.remote.footers import Footer
-from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
+from oneloop.tasks.rows.remote.remote_file import RemoteFile
 from oneloop.tasks.rows.remote.store import RemoteObject
 from oneloop.tasks.seq2seq import Seq2Seq
 from oneloop.tasks.sft import SFT
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.arrow_tables",
     "oneloop.tasks.rows.parquet_files",
     "oneloop.tasks.rows.image_rows",
-    "oneloop.tasks.rows.remote.range_file",
+    "oneloop.tasks.rows.remote.remote_file",
     "oneloop.tasks.language.messages_as_json",
 )
 
@@ -185,12 +184,14 @@ def test_remote_fields_need_only_their_bytes(tmp_path):
     metadata = parquet.ParquetFile(tmp_path / "train.parquet").metadata
     columns = ["translation.de", "meta.n"]
     parts = {}
-    for start, end in Footer(metadata, "").ranges(0, columns):
-        parts[start] = content[start:end]
-    assert len(parts) == 2
     item = RemoteObject("train.parquet", len(content), "1")
-    request = GroupRequest("", item, 0, tuple(columns), size=1 << 20, budget=0)
-    table = decoded(request, "train.parquet", metadata, parts)
+    file = RemoteFile("", item, "train.parquet", metadata, "")
+    for start, end in file.ranges(0, columns):
+        parts[start, end] = content[start:end]
+    assert len(parts) == 2
+    with pytest.raises(ValueError, match="train.parquet: row group 0 cannot be read"):
+        file.decoded(0, columns, {(start, end): content[start:end]})
+    table = file.decoded(0, columns, parts)
     for column, expected in (
         (columns[0], [None if n == 5 else f"Wort {n % 3}" for n in range(7)]),
         (columns[1], [*range(7)]),
@@ -345,7 +346,7 @@ def test_a_text_of_json_is_trained_as_it_is(tmp_path):
     task = SFT(data=str(written(tmp_path, rows)), width=8, layers=1, heads=1, pack="padded")
     tokens = np.asarray(task.train_set()[0])
     text = task.decode(np.where(tokens < 0, ~tokens, tokens).tolist())
-    assert '{"a": ' in text and not task._chat
+    assert '{"a": ' in text and not task.rows.chat
 
 
 def test_a_whole_text_is_no_object():

@@ -582,7 +582,7 @@ def test_half_of_a_converted_file_is_made_again(tmp_path, monkeypatch, damage):
     assert right == [{"x": "a", "y": "1"}, {"x": "b", "y": "2"}]
     there = [path for path in (tmp_path / "cache").rglob("*") if path.suffix != ".lock"]
     files = [path for path in there if path.is_file()]
-    assert {file.suffix for file in files} == {".arrow", ".json", ".xxh3"} and len(files) == 4
+    assert {file.suffix for file in files} == {".arrow", ".json"} and len(files) == 3
     for file in files:
         DAMAGE[damage](file)
         assert contents() == right, file
@@ -592,10 +592,7 @@ def test_half_of_a_converted_file_is_made_again(tmp_path, monkeypatch, damage):
 def test_a_full_disk_names_the_cache_and_its_variable(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.csv").write_text("x,y\na,1\nb,2\n")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.txt").write_text("text " * 100)
     csv = found_files(str(tmp_path / "rows.csv"), ["csv"])
-    texts = found_files(str(tmp_path / "texts"), ["text"])
     fillers = {
         "made/": (made_of_few, 100),
         "checksums/": (lambda: tables(csv, ["x"]), 0),
@@ -608,8 +605,6 @@ def test_a_full_disk_names_the_cache_and_its_variable(tmp_path, monkeypatch):
         assert f"{tmp_path}/cache/{name}" in str(caught.value)
         assert "File too large" in str(caught.value)
         assert "; make room, or set ONELOOP_CACHE to another folder" in str(caught.value)
-    with pytest.raises(BadInput, match="ONELOOP_CACHE"), full_disk(300):
-        tables(texts, ["text"])  # read by the library datasets
     assert not [*(tmp_path / "cache").rglob("*draft*")]
 
 

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import LanguageModel
-from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
+from oneloop.tasks.language.sequences import Sample, collated, cut_texts
 from oneloop.tasks.rows.cached_arrays import Ragged
 from small_models import logged_by_transformers
 
@@ -109,14 +109,14 @@ class Documents(LanguageModel):
     """A language task with a model and documents of random tokens."""
 
     def __init__(self, name: str, *, packed: bool, fused: bool = False) -> None:
-        super().__init__(fused_loss=fused, packed=packed, length=48)
+        super().__init__(ModelSettings(fused_loss=fused, length=48), packed=packed)
         self.config = getattr(transformers, MODELS[name][0])(**MODELS[name][1])
         draw = np.random.default_rng(0)
         lengths = draw.integers(2, 30, 40)
         tokens = draw.integers(3, 90, lengths.sum()).astype(np.int32)
         hidden = draw.random(len(tokens)) < 0.3
         texts = Ragged(np.where(hidden, ~tokens, tokens), np.cumsum(lengths))
-        self.samples = spans(texts, 48, "drop")
+        self.documents = cut_texts(texts, 48, "drop", room=48 if packed else 0)
 
     @property
     def entries(self) -> int:
@@ -128,19 +128,15 @@ class Documents(LanguageModel):
 
     def each(self, model: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
         """Return the losses of every document's tokens, and their sum."""
-        rows = Packed(self.samples, None) if self.packed else Padded(self.samples, None)
+        rows = self.documents
         members = [rows.bins[row].tolist() if self.packed else [row] for row in range(len(rows))]
-        batch = collated(
-            [rows[row] for row in range(len(rows))],
-            width=48 if self.packed else 0,
-            most=rows.most if self.packed else 1,
-        )
+        batch = collated([rows[row] for row in range(len(rows))], width=48, most=rows.most)
         total, outputs = self.loss(model, batch)
         found = {}
         for row, documents in enumerate(members):
             at = 0
             for document in documents:
-                size = int(self.samples.lengths[document])
+                size = int(self.documents.sizes[document]) - 1
                 found[document] = outputs["loss"][row, at : at + size]
                 at += size
         return found, total
@@ -163,7 +159,7 @@ def test_packed_is_padded(name, dtype, fused):
         gradients.append(
             torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         )
-    assert losses[0].keys() == losses[1].keys() == set(range(len(task.samples)))
+    assert losses[0].keys() == losses[1].keys() == set(range(len(task.documents.starts)))
     for document, loss in losses[0].items():
         assert (loss != 0).any()
         assert (loss - losses[1][document]).abs().max() <= tolerance * loss.abs().max()
@@ -177,11 +173,11 @@ def test_a_changed_document_changes_no_other_by_a_bit(name):
     task = Documents(name, packed=True)
     model = task.model()
     before, _ = task.each(model)
-    for changed in (0, 7, len(task.samples) - 1):
+    for changed in (0, 7, len(task.documents.starts) - 1):
         other = Documents(name, packed=True)
-        here = slice(other.samples.starts[changed], other.samples.stops[changed])
-        tokens = other.samples.tokens[here]
-        other.samples.tokens[here] = np.where(
+        here = slice(other.documents.starts[changed], other.documents.stops[changed])
+        tokens = other.documents.tokens[here]
+        other.documents.tokens[here] = np.where(
             tokens < 0, ~((~tokens + 11) % 90), (tokens + 11) % 90
         )
         after, _ = other.each(model)
@@ -215,7 +211,7 @@ def test_where_documents_begin_states_as_much_as_their_numbers(name):
     """The document starts that CUDA kernels get produce the same mask as document numbers."""
     task = Documents(name, packed=True)
     model = task.model()
-    rows = Packed(task.samples, None)
+    rows = task.documents
     batch = collated([rows[row] for row in range(5)], width=48, most=rows.most)
     assert len(batch["cuts"]) == 5 * (rows.most + 1) + 1
     given = {"input_ids": batch["input"], "position_ids": batch["position"], "use_cache": False}
@@ -308,7 +304,7 @@ def test_no_forward_asks_the_device(name, packed):
 def test_padding_alone_is_no_nan():
     task = Documents("llama", packed=True)
     model = task.model()
-    batch = collated([[np.array([5, 6], np.int32)]], width=48, most=3)
+    batch = collated([Sample([np.array([5, 6], np.int32)], is_row=True)], width=48, most=3)
     total, outputs = task.loss(model, batch)
     total.backward()
     assert outputs["padding"] == pytest.approx(47 / 48) and torch.isfinite(total)

@@ -27,7 +27,6 @@ from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.pair_rows",
-    "oneloop.tasks.language.pair_sums",
     "oneloop.tasks.language.preference_losses",
     "oneloop.tasks.preference",
 )
@@ -145,9 +144,9 @@ class Plain:
 
     def pair(self, pair: Any) -> dict[str, torch.Tensor]:
         """Return the loss of a pair, and its metrics."""
-        now = [self.logp(self.policy, side) for side in pair[:2]]
+        now = [self.logp(self.policy, side) for side in pair]
         with torch.no_grad():
-            then = [self.logp(self.reference, side) for side in pair[:2]]
+            then = [self.logp(self.reference, side) for side in pair]
         beta = self.beta
         means = self.kind in ("ipo of means", "simpo", "orpo")
         reduce = torch.mean if means else torch.sum
@@ -186,9 +185,8 @@ class Plain:
         found = []
         for step in range(steps):
             _, ids = order[4 * step : 4 * step + 4]
-            chosen = [samples[int(index)] for index in ids]
-            if self.task.packed:
-                chosen = [pair for sample in chosen for pair in sample]
+            sides = [side for index in ids for side in samples[int(index)].documents]
+            chosen = [*zip(sides[::2], sides[1::2], strict=True)]
             values: list[dict[str, torch.Tensor]] = []
             for pair in chosen:
                 made = self.pair(pair)
@@ -387,12 +385,12 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     outputs = plain.task.frozen_model().outputs["train"]
     files = sorted((first / "store").glob("*/*.bin"), key=lambda file: file.stat().st_size)
     outputs.folder = files[-1].parent
-    documents = plain.task.pairs["train"].documents
-    assert len(outputs) == len(documents) == 2 * 60
+    samples = plain.task.samples["train"]
+    assert len(outputs) == len(samples.starts) == 2 * 60
     for number in (0, 1, 77):
         with torch.no_grad():
-            logp = plain.logp(plain.reference, token_ids(documents[number]))
-        assert len(logp) == len(documents[number]) - 1
+            logp = plain.logp(plain.reference, token_ids(samples.document(number)))
+        assert len(logp) == len(samples.document(number)) - 1
         assert np.allclose(outputs[number]["logp"], logp, rtol=0, atol=1e-12)
 
     # Another loss, with EMA and activation checkpointing: no forward.
@@ -515,9 +513,10 @@ def expected_pairs(base: Path, folder: Path) -> list[Any]:
     plain = Plain(base, "dpo", (), "padded")
     weights = load_file(folder / "final" / "model.safetensors")
     plain.policy.load_state_dict(weights, strict=False)  # the tied head is not stored
-    pairs = plain.task.new_pairs(str(base / "new.jsonl"))
+    pairs = plain.task.samples_of(str(base / "new.jsonl"), labelled=True)
+    plain.task.before_run(None, None)
     with torch.no_grad():
-        return [plain.pair(pairs.pair(number)) for number in range(7)]
+        return [plain.pair(pairs[number].documents) for number in range(7)]
 
 
 @pytest.mark.slow

@@ -251,14 +251,13 @@ def test_losses_with_a_reference(made, monkeypatch, loss):
 def test_log_probabilities_of_tokens_and_answers(made, monkeypatch):
     from trl import DPOConfig, DPOTrainer
 
-    from oneloop.tasks.language.pair_samples import answer_sums
     from oneloop.tasks.preference import Preference
 
     monkeypatch.chdir(made)
     task = Preference("texts", model="llama", length=64, pack="padded")
     model = task.model().eval()
     pairs = task.train_set()
-    batch = task.collate([pairs.pair(index) for index in range(32)])
+    batch = task.collate([pairs[index]._replace(records=()) for index in range(32)])
     with torch.no_grad():
         logp = -task.token_losses(model, batch)
         plain = transformers.AutoModelForCausalLM.from_pretrained("llama")
@@ -268,7 +267,7 @@ def test_log_probabilities_of_tokens_and_answers(made, monkeypatch):
     assert (logp - of_tokens).abs().max() < 1e-5
 
     trainer = theirs(made, DPOTrainer, DPOConfig, precompute_ref_log_probs=True)
-    for side, sums in zip(("chosen", "rejected"), answer_sums(logp, batch), strict=True):
+    for side, sums in zip(("chosen", "rejected"), task._answer_sums(logp, batch), strict=True):
         expected = trainer.train_dataset[f"ref_{side}_logps"][:32]
         assert sums.tolist() == pytest.approx(list(expected), abs=2e-5)
 

@@ -28,9 +28,7 @@ from worlds import apply, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.remote_parquet",
-    "oneloop.tasks.rows.remote.fetch_client",
-    "oneloop.tasks.rows.remote.fetcher",
-    "oneloop.tasks.rows.sources",
+    "oneloop.tasks.rows.remote.row_group_cache",
 )
 
 ROWS, GROUP = 1000, 25  # rows of the training set, and of a row group

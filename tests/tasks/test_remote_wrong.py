@@ -18,11 +18,12 @@ from hub_server import Hub
 from oneloop.basics.bucket import StoreChangedError, StoreError
 from oneloop.tasks.rows import rewrite
 from oneloop.tasks.rows.open_data import Source, named_sources, opened, whole
-from oneloop.tasks.rows.remote import footers
 from oneloop.tasks.rows.remote import store as stores
 from oneloop.tasks.rows.remote.addresses import address_of
-from oneloop.tasks.rows.remote.footers import _try, parsed
+from oneloop.tasks.rows.remote.footers import check_apart, checked_footer
 from oneloop.tasks.rows.remote.open_store import open_store
+from oneloop.tasks.rows.remote.remote_file import RemoteFile
+from oneloop.tasks.rows.remote.store import RemoteObject
 from oneloop.tasks.rows.remote_checks import sampled
 from remote_data import Files, counted_s3
 from stores import KEYS
@@ -276,9 +277,8 @@ def test_hostile_web_servers(servers, tmp_path: Path, monkeypatch) -> None:
     # No server answers any more.
     tries = []
     store = open_store(f"{address}/train-1.parquet")
-    store.on_retry = lambda number, error: tries.append(number)
     with pytest.raises(StoreError):
-        store.read(item, 0, 4)
+        store.read(item, 0, 4, on_retry=lambda number, error: tries.append(number))
     assert tries == [1, 2, 3, 4]
 
 
@@ -298,22 +298,21 @@ def test_footers_that_lie(servers) -> None:
     content = (data / "train-0.parquet").read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
     footer = content[-8 - length : -8]
-    good = parsed(footer, len(content), "x")
-    assert good.digest == rows_of(str(data)).parts["train"].files[0].digest
+    good = RemoteFile(
+        "", RemoteObject("x", len(content), "1"), "x", checked_footer(footer, len(content), "x"), ""
+    )
     with pytest.raises(ValueError, match="claims that row group 0, column 'label' has the bytes"):
-        parsed(footer, len(footer) + 400, "x")
+        checked_footer(footer, len(footer) + 400, "x")
     with pytest.raises(ValueError, match="cannot be read as parquet"):
-        parsed(footer[:-100], len(content), "x")
+        checked_footer(footer[:-100], len(content), "x")
 
     # One range for neighbours; a request has at most 32 MiB.
     ((start, end),) = good.ranges(0, ["text", "label"])
     assert start == 4 and end < good.ranges(1, ["text"])[0][0] + 1
 
 
-def test_a_row_group_of_no_rows_is_healthy(servers, tmp_path: Path, monkeypatch) -> None:
+def test_a_row_group_of_no_rows_is_healthy(servers, tmp_path: Path) -> None:
     """pyarrow, Spark and filters write such groups; they have no pages, and so no offsets."""
-    # Check the footers in this process.
-    monkeypatch.setattr(footers, "_try", lambda given: [parsed(*footer) for footer in given])
     s3, _, _ = servers
     schema = pa.schema([("text", pa.string()), ("label", pa.string())])
     for name in ("train1", "dev1"):
@@ -357,7 +356,7 @@ def test_a_footer_at_which_pyarrow_aborts(servers) -> None:
         if not aborts(*call):
             continue
         with pytest.raises(ValueError, match="s3://bucket/damaged.parquet .* is damaged"):
-            _try([(footer, len(content), "good"), call])
+            check_apart([(footer, len(content), "good"), call])
         break
 
 
@@ -367,7 +366,7 @@ def aborts(content: bytes, size: int, where: str) -> bool:
     if not child:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         with suppress(ValueError):
-            parsed(content, size, where)
+            checked_footer(content, size, where)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 

@@ -17,14 +17,13 @@ import pytest
 from pyarrow import parquet
 
 from oneloop import Loader
-from oneloop.tasks.rows.open_data import whole
-from oneloop.tasks.rows.sources import Source
+from oneloop.tasks.rows.open_data import Source, whole
 from remote_data import Files, range_of
 from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.data_sets",
-    "oneloop.tasks.rows.remote.fetch_client",
+    "oneloop.tasks.rows.remote.fetch_ahead",
     "oneloop.tasks.rows.remote.buckets",
 )
 
@@ -134,10 +133,10 @@ def test_requests_that_are_tried_again_draw_nothing(file, tmp_path):
 
 
 def test_a_program_that_ends_with_rows_prints_nothing(file, tmp_path):
-    """The fetcher's client is deleted when its module has lost its imports."""
+    """It also leaves no row groups on the disk."""
     program = """
         from oneloop.tasks.rows.open_data import whole
-        from oneloop.tasks.rows.sources import Source
+        from oneloop.tasks.rows.open_data import Source
         rows = whole(Source({address!r}, {{"number": "n"}}), window=4).parts["all"]
         print(rows[17])
     """
@@ -150,3 +149,5 @@ def test_a_program_that_ends_with_rows_prints_nothing(file, tmp_path):
             text=True,
         )
     assert (ended.stdout, ended.stderr) == ("{'n': 17}\n", "")
+    kept = [path for path in (tmp_path / "cache" / "row_groups").iterdir() if path.is_dir()]
+    assert not kept

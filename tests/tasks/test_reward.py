@@ -16,6 +16,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from oneloop.tasks.language.sequences import Sample
 from oneloop.tasks.reward import METRICS, Reward, RewardSums, accuracy
 from preference_rows import a_llama, rows, write
 from silent_cases import unfinished
@@ -103,7 +104,9 @@ def test_the_loss_its_gradient_and_the_metrics_in_closed_form(tmp_path):
     table = torch.tensor([0.5, -1.0, 2.0, 2.0], dtype=torch.float64)
     model = Given(table)
     spans = [np.array([~number, 7, 9], np.int32) for number in range(4)]
-    batch = task.collate([(spans[0], spans[1], 0.25), (spans[2], spans[3], 0.0)])
+    batch = task.collate(
+        [Sample(spans[:2], number=int(np.float32(0.25).view(np.int32))), Sample(spans[2:])]
+    )
     batch["margin"] = batch["margin"].double()
     assert batch["input"].shape == (2, 2, 3) and task.weight(batch) == 2
 
@@ -250,7 +253,10 @@ def test_a_long_answer_to_predict_is_cut_with_a_warning(single):
     write(single / "long.jsonl", [{"messages": [*row["prompt"], *long]}])
     world = after(single, "predict", "run", "--data", "long.jsonl", "--to", "out.jsonl")
     world.ok()
-    assert "1 answers are longer than 48 tokens with their prompts" in world.output
+    assert (
+        "1 of 1 rows are longer than task.length (48 tokens): only the beginnings have"
+        in world.output
+    )
 
 
 @pytest.mark.slow

@@ -7,16 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
-from oneloop.tasks.language.number_words import NumberWords, in_words
 from oneloop.tasks.language.tokens import ending_tokenizer
+from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.seq2seq import Seq2Seq
 from worlds import after, each_message, run, train
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.seq2seq",
     "oneloop.tasks.language.source_target",
     "oneloop.tasks.language.encoder_decoder",
-    "oneloop.tasks.language.number_words",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.token_targets",
 )
 STEPS, BATCH = 40, 16
@@ -32,13 +32,18 @@ STEPS, BATCH = 40, 16
 
 def pairs(count: int) -> list[dict[str, str]]:
     """Return pairs of different lengths, so that padding matters."""
-    rows = NumberWords("train")
+    rows = PackagedRows("numbers", "train")
     return [{"english": rows[i]["target"], "digits": rows[i]["source"]} for i in range(count)]
+
+
+def tokenizer_of_numbers() -> Any:
+    texts = [text for row in PackagedRows("numbers", "train") for text in row.values()]
+    return ending_tokenizer(texts, 300)
 
 
 def a_model(folder: Path, kind: str, **more: Any) -> Path:
     """Save a tiny encoder-decoder model without dropout, and its tokenizer."""
-    tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+    tokenizer = tokenizer_of_numbers()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(1)
     common = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1} | more
@@ -116,7 +121,7 @@ def test_the_losses_are_those_of_the_trainer(
     _, ids = order_of(data, seed=0, batch=BATCH)[0 : STEPS * BATCH]
     rows = []
     for index in ids.tolist():
-        source, target = data[index]
+        source, target = data[index].documents
         rows.append({"input_ids": source.tolist(), "labels": target.tolist()})
 
     theirs = []
@@ -209,7 +214,10 @@ def test_texts_files_and_predictions(tmp_path: Path) -> None:
     (forty, other) = map(json.loads, (tmp_path / "new.csv.jsonl").read_text().splitlines())
     assert forty["target"] == "forty" and forty["tokens"] > 1 and other["loss"] is None
     references = [row["target"] for row in found]
-    assert [in_words(int(row["source"][4:])) for row in found] == references
+    in_words = {}
+    for split in SPLITS:
+        in_words |= {row["source"]: row["target"] for row in PackagedRows("numbers", split)}
+    assert [in_words[row["source"][4:]] for row in found] == references
 
     # The metrics of torchmetrics.
     nested = [[reference] for reference in references]
@@ -259,27 +267,51 @@ def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
     cut = Seq2Seq(file, length=8, target_length=12, **common)
     whole = Seq2Seq(file, length=32, target_length=12, **common)
     dropped = Seq2Seq(file, length=8, target_length=12, overlong="drop", **common)
-    sources = [cut.train_set()[index][0] for index in range(len(cut.train_set()))]
-    long = [whole.train_set()[index][0] for index in range(len(whole.train_set()))]
+    sources = [cut.train_set()[index].documents[0] for index in range(len(cut.train_set()))]
+    long = [whole.train_set()[index].documents[0] for index in range(len(whole.train_set()))]
     assert max(map(len, sources)) == 8 and max(map(len, long)) > 8
     for short, full in zip(sources, long, strict=True):
         assert short[-1] == full[-1] == 1
         assert short[:-1].tolist() == full[: len(short) - 1].tolist()
     fitting = [full for full in long if len(full) <= 8]
     assert len(dropped.train_set()) == len(fitting)
-    assert any("pairs are longer than 8 source" in note for note in cut.notes)
+    limit = "are longer than task.length (8 source tokens) or task.target_length (12 target tokens)"
+    assert any(limit in note for note in cut.notes)
+    with pytest.raises(ValueError, match=r"train: all 182 pairs are longer than task\.length \(2 "):
+        Seq2Seq(file, length=2, target_length=12, overlong="drop", **common)
 
 
 def test_a_source_without_an_end_token_is_cut_at_its_end(tmp_path: Path) -> None:
-    from oneloop.tasks.language.source_target import SourceTarget
-    from oneloop.tasks.rows.cached_arrays import Ragged
+    from oneloop.tasks.language.source_target import encoded_source
 
-    values = np.array([~5, ~6, ~7, ~8, 9, 1], dtype=np.int32)
-    texts = Ragged(values, np.array([len(values)]))
-    plain = SourceTarget(texts, (3, 4), "cut", ends=[1], content=None)
-    ended = SourceTarget(texts, (3, 4), "cut", ends=[1, 8], content=None)
-    assert plain[0][0].tolist() == [5, 6, 7] and ended[0][0].tolist() == [5, 6, 8]
-    assert plain[0][1].tolist() == [9, 1] and not plain.cut_references
+    tokenizer = tokenizer_of_numbers()
+    row = {"source": "forty thousand and one", "target": "40001"}
+    columns = {key: key for key in row}
+    whole = encoded_source(row, columns, tokenizer, prefix="", lengths=(99, 99)).tolist()
+    source, target = whole[2 : 2 + whole[0]], whole[2 + whole[0] :]
+    assert whole[1] == 0 and len(source) > 4 and source[-1] == target[-1] == 1
+
+    # The end token stays; the number says whether the target is cut.
+    for lengths, is_cut in (((3, 99), 0), ((3, 2), 1)):
+        cut = encoded_source(row, columns, tokenizer, prefix="", lengths=lengths).tolist()
+        expected = [*target[: lengths[1] - 1], 1] if is_cut else target
+        assert cut == [3, is_cut, *source[:2], 1, *expected]
+
+    # Without an end token, a source is cut at its end.
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", special_tokens=[])
+    cut = encoded_source(row, columns, tokenizer, prefix="", lengths=(3, 99)).tolist()
+    assert cut == [3, 0, *source[:3], *target]
+
+
+def test_cut_targets_are_no_references(tmp_path: Path) -> None:
+    a_model(tmp_path / "model", "T5")
+    data_in(tmp_path)
+    common: dict[str, Any] = {"source": "english", "target": "digits", "length": 32}
+    file, model = str(tmp_path / "pairs.jsonl"), str(tmp_path / "model")
+    for length, is_cut in ((12, False), (2, True)):
+        task = Seq2Seq(file, model=model, target_length=length, **common)
+        reason = task.eval_sets()["validation"].cut_references
+        assert bool(reason) == is_cut and ("task.target_length" in reason) == is_cut
 
 
 def test_settings_of_the_model_that_change_the_form_of_texts_do_not_apply(tmp_path: Path) -> None:

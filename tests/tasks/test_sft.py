@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from lessons import lessons
 from oneloop.tasks.sft import SFT
 from oneloop.tools.report.page import report
 from silent_cases import unfinished
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.completions",
     "oneloop.tasks.language.generation",
     "oneloop.tasks.language.sequences",
-    "oneloop.tasks.language.synthetic_chats",
+    "oneloop.tasks.packaged_rows",
     "oneloop.tasks.language.tokens",
     "oneloop.tasks.sft",
     "oneloop.tools.report.example_pages",
@@ -64,11 +64,7 @@ def test_the_start_shows_what_is_trained(alone):
     assert "documents packed into" in said and "none attends to another" in said
     assert "the template's {% generation %} tags mark the assistant's tokens" in said
     [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
-    first = [
-        one["content"]
-        for one in SyntheticChats("train").conversations[0]
-        if one["role"] == "assistant"
-    ]
+    first = [one["content"] for one in lessons("train")[0] if one["role"] == "assistant"]
     assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [
         f"{said}<|im_end|>" for said in first
     ]
@@ -114,7 +110,7 @@ def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
 
 
 def test_a_mixture_of_conversations_and_prompts(tmp_path):
-    chats = [{"messages": one} for one in SyntheticChats("train").conversations[:60]]
+    chats = [{"messages": one} for one in lessons("train")[:60]]
     texts = [
         {"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)
     ]
@@ -243,8 +239,8 @@ def test_another_end_token_is_another_data_set(tmp_path):
     made = {}
     for end in ("<|im_end|>", "<|endoftext|>"):
         task = SFT(data, model=str(a_model(tmp_path / "model", end=end)), length=64, pack="padded")
-        last = {task.decode([int(task.train_set()[index][-1])]) for index in range(5)}
-        assert last == {end} and task._ends == [task.tokenizer.eos_token_id]
+        last = {task.decode([int(task.train_set().document(index)[-1])]) for index in range(5)}
+        assert last == {end} and task.ends == [task.tokenizer.eos_token_id]
         made[end] = task.train_set().fingerprint()
     assert made["<|im_end|>"] != made["<|endoftext|>"]
     (tmp_path / "model" / "tokenizer_config.json").write_text(
@@ -260,7 +256,7 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
     a_model(tmp_path / "model", end="<|endoftext|>")
     lines(
         tmp_path / "chats.jsonl",
-        [{"messages": one} for one in SyntheticChats("train").conversations[:40]],
+        [{"messages": one} for one in lessons("train")[:40]],
     )
     words = [
         "sft",
@@ -300,7 +296,7 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
         [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)],
     )
     task = SFT(data, model=model, length=16)  # cuts off all ends
-    assert task._ends == [task.tokenizer.eos_token_id]
+    assert task.ends == [task.tokenizer.eos_token_id]
     said = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "<|im_start|>" + "yes " * 60},
@@ -310,7 +306,7 @@ def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
         [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)],
     )
     task = SFT(data, model=model, length=32)
-    assert set(task._ends) == {
+    assert set(task.ends) == {
         task.tokenizer.eos_token_id,
         task.tokenizer.convert_tokens_to_ids("<|im_end|>"),
     }

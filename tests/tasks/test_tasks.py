@@ -77,16 +77,16 @@ def test_every_token_is_a_target_exactly_once(text_folder, pack):
         samples = [part[i] for i in range(len(part))]
         batch = task.collate(samples)
         targets = batch["target"][batch["target"] >= 0]
-        tokens = part.tokens if pack == "concat" else part.spans.tokens
+        tokens = part.tokens
         texts = 1 if pack == "concat" else int((tokens == SEPARATOR).sum())
         assert len(targets) == int(task.weight(batch)) == len(tokens) - texts
     train_set = task.train_set()
-    lengths = {len(train_set[i]) for i in range(len(train_set))}
+    lengths = {len(train_set[i].documents[0]) for i in range(len(train_set))}
     assert (lengths == {17}) is (pack == "concat")
     assert task.sample_weight == (16.0 if pack == "concat" else None)
     if pack == "packed":
         batch = task.collate([train_set[i] for i in range(len(train_set))])
-        tokens = train_set.spans.tokens
+        tokens = train_set.tokens
         assert int(task.weight(batch)) == len(tokens) - int((tokens == SEPARATOR).sum())
         assert set(batch["input"].shape[1:]) == {16} and batch["padding"] < 0.2
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from oneloop.tasks.distil import Distil
+from oneloop.tasks.language.token_rows import RowSettings, open_sources
 from oneloop.tasks.masked_lm import MaskedLM
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.rows.cached_arrays import ragged, remark
@@ -169,7 +170,7 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     assert exact_matches(task, batch, ["no", "Yes", "no", "Yes"]) == 1
     assert exact_matches(task, batch, ["no", "yes", "no", "yes"]) == 0.5
     assert int(batch["input"].max()) < len(task.tokenizer)
-    assert task._ends == [task.tokenizer.eos_token_id]
+    assert task.ends == [task.tokenizer.eos_token_id]
 
     # A cut second answer does not change this; of a split text, only the first piece has the text.
     cut = SFT(data, model=model, length=9, pack="padded", text_metrics=["exact_match"])
@@ -187,7 +188,7 @@ def test_generated_answers_are_compared_with_the_text_of_the_row(tmp_path):
     LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(model)
     student = Distil(data, model=model, teacher=model, length=16, pack="padded", top_k=4)
     samples = student.eval_sets()["validation"]
-    counts = [int((samples.spans[index][1:] >= 0).sum()) for index in range(2)]
+    counts = [int((samples.document(index)[1:] >= 0).sum()) for index in range(2)]
     samples.outputs = [np.zeros(count, student._record) for count in counts]
     batch = student.collate([samples[0], samples[1]])
     assert batch["text"] == ["", "Yes"] and "teacher" in batch
@@ -205,7 +206,7 @@ def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):
     data = write(tmp_path / "data/train.jsonl", rows)
     write(tmp_path / "data/validation.jsonl", rows)
     task = Seq2Seq(data, model=t5(tmp_path / "t5"))
-    [source] = task._sources(data, 0.05, "stop", "rows")
+    [source] = open_sources(data, RowSettings(), [task.columns], {})
 
     # Rows 4 and 13 are left out; each third row keeps its target, and has a longer array.
     def make(row: dict[str, Any]) -> Any:
@@ -231,7 +232,7 @@ def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):
 def test_a_target_gets_one_end_token(make, target, tmp_path):
     rows = [{"source": f"say {i}", "target": target} for i in range(9)]
     task = Seq2Seq(write(tmp_path / "data/train.jsonl", rows), model=make(tmp_path / "model"))
-    sample = task.train_set()[0][1]
+    sample = task.train_set().document(1)
     assert sample.tolist() == task.tokenizer("yes")["input_ids"]
     assert not lines_about(task)
 
@@ -361,7 +362,7 @@ def test_tags_of_minus_100_are_no_class_in_other_types(how, tmp_path):
         data = str(tmp_path / "data")
     task = TokenClassification(data)
     assert task.classes == ["T0", "T1"]
-    target = task.train_set()[0][1]
+    target = task.train_set().document(1)
     assert sorted(set(target.tolist()) - {-100}) in ([-1, 0], [-1, 1])
 
 

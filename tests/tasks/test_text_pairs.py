@@ -24,7 +24,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.task_protocol.protocol",
     "oneloop.task_protocol.whole_batch",
-    "oneloop.tasks.columns_together",
     "oneloop.tasks.docstring_pairs",
     "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.text_encoders",

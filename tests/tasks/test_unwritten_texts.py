@@ -20,7 +20,6 @@ from oneloop.tasks.sft import SFT
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
     "oneloop.tasks.language.unwritten_texts",
-    "oneloop.tasks.language.tool_calls",
     "oneloop.tasks.rows.cached_arrays",
 )
 
@@ -169,7 +168,7 @@ LATE = template(
 )
 WRITTEN: dict[str, tuple[str, Any, Any]] = {
     "indented JSON": (template(calls=CALL, tools="{{ tools | tojson(indent=4) }}"), TWO_CALLS, 1),
-    "Python": (template(calls="{{ c }}", tools="{{ tools }}"), TWO_CALLS, 1),
+    "tools as in Python": (template(calls=CALL, tools="{{ tools }}"), TWO_CALLS, 1),
     "a call as in Python": (
         template(
             calls="{{ c['function']['name'] }}({% for k, v in c['function']['arguments'].items() %}"

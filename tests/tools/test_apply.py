@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
-from oneloop.tools.after_training import prediction
+from oneloop.tools.after_training import evaluate_and_predict as prediction
 from own_files import images, rows, write
 from silent_cases import unfinished
 from slow_cases import with_slow
@@ -28,9 +28,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.images",
     "oneloop.tools.after_training.command",
     "oneloop.tools.after_training.evaluate_and_predict",
-    "oneloop.tools.after_training.data_sets",
-    "oneloop.tools.after_training.options",
-    "oneloop.tools.after_training.prediction",
     "oneloop.tools.after_training.trained_model",
 )
 
@@ -377,7 +374,7 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 def odd(to: str) -> int:
     """Write columns whose types change between rows, an empty column, and paths."""
     from oneloop.launch.processes import start
-    from oneloop.tools.after_training.prediction import write
+    from oneloop.tools.after_training.evaluate_and_predict import write
 
     world = start()
     each = 9 // world.ranks

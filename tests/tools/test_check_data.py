@@ -169,7 +169,8 @@ def test_reasons_name_the_present_path_and_keys_belong_to_recipes(photos, tmp_pa
 def test_sixteen_bits_are_divided_by_257(tmp_path):
     values = np.array([[0, 128, 129, 256], [257, 32768, 65406, 65535]], dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / "wide.png")
-    image = np.asarray(decoded({"bytes": None, "path": str(tmp_path / "wide.png")}, limit=100))
+    stored = {"bytes": None, "path": str(tmp_path / "wide.png")}
+    image = np.asarray(decoded(stored, 100).image)
     assert image[..., 0].tolist() == np.round(values / 257).astype(
         int
     ).tolist() and image.shape == (2, 4, 3)

@@ -12,9 +12,9 @@ import torch
 
 from oneloop.tools.report.charts import axes, charts
 from oneloop.tools.report.curve_groups import grouped
-from oneloop.tools.report.example_pages import sections
+from oneloop.tools.report.example_pages import sample_cards
 from oneloop.tools.report.examples import matrices
-from oneloop.tools.report.headline import comparison, ranked
+from oneloop.tools.report.headline import comparison, ranked, short
 from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import read_record
@@ -60,13 +60,10 @@ def test_the_best_run_is_first_and_one_without_a_value_last(tmp_path):
     ]
     ranking = ranked([read_record(folder) for folder in folders])
     assert [run.name for run in ranking.runs] == ["fell", "good", "nothing"]
-    head, rows = comparison(ranking)
-    assert head[:3] == ["run", "best eval/accuracy", "optimizer.lr"]
-    assert [row[:3] for row in rows] == [
-        ["fell", 0.9, 0.01],
-        ["good", 0.8, 0.1],
-        ["nothing", "–", 1.0],
-    ]
+    table = comparison(ranking)
+    assert table["head"][:3] == ["run", "best eval/accuracy", "optimizer.lr"]
+    cells = [[short(cell) for cell in row[:3]] for row in table["rows"]]
+    assert cells == [["fell", "0.9", "0.01"], ["good", "0.8", "0.1"], ["nothing", "–", "1"]]
     page = report(folders)
     assert "the best one first: by the largest eval/accuracy" in page
     assert '<tr class="best"><td>fell</td>' in page
@@ -103,14 +100,31 @@ def test_what_one_point_of_several_runs_says_is_in_the_table(tmp_path):
 LOSS = "Loss (train: mean since the previous point) (1 point)"
 
 
-def test_the_title_says_what_the_samples_show():
+def test_the_title_says_what_the_samples_show(tmp_path):
     parts = {"parts": {"image": "data:image/png;base64,AA=="}}
-    for sample, title in (
-        (parts, "Pictures for validation samples, at step 3"),
-        ({"text": "x"}, "Some validation samples, at step 3"),
-        ({**parts, "prediction": "cat"}, "Predictions for validation samples, at step 3"),
+    for number, (sample, title) in enumerate(
+        (
+            (parts, "Pictures for validation samples, at step 3"),
+            ({"text": "x"}, "Some validation samples, at step 3"),
+            ({**parts, "prediction": "cat"}, "Predictions for validation samples, at step 3"),
+        )
     ):
-        assert title in sections({"step": 3, "samples": [{"index": 0, **sample}]})[0]
+        examples = {"step": 3, "samples": [{"index": 0, **sample}]}
+        folder = written(tmp_path / str(number), [{"step": 3}], examples=examples)
+        assert f"<h2>{title}</h2>" in report([folder])
+
+
+def test_what_is_judged():
+    for sample, kind in (
+        ({"prediction": "cat", "target": "dog"}, "wrong"),
+        ({"prediction": "2.5", "target": "2.25"}, "soft"),
+        ({"prediction": "cat"}, "soft"),
+        ({"prediction": "97.9% of pixels"}, "soft"),
+        ({"prediction": "3", "target": "3"}, "right"),
+        ({"prediction": "3", "target": "4", "right": True}, "right"),
+    ):
+        (card,) = sample_cards({"samples": [sample]})["fixed"]
+        assert card["kind"] == kind
 
 
 def test_curves_of_classes_are_in_one_chart(tmp_path):

@@ -27,7 +27,7 @@ from zoo import Plain
 pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
     "oneloop.tools.prove.command",
-    "oneloop.tools.prove.start",
+    "oneloop.tools.prove.short_run",
     "oneloop.tools.prove.prove",
     "oneloop.tools.prove.recorded_run",
 )
@@ -110,7 +110,7 @@ def warm(words, output):
     ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
     more = ["--mixed_precision", given["--mixed_precision"]]
     world = run(recorded_run.main, training, ranks=ranks, config=config, options=more)
-    os.write(output, world.output.split("--- rank 1\n")[0].encode())
+    output.write_text(world.output.split("--- rank 1\n")[0])
     return max(world.codes)
 
 
@@ -218,7 +218,8 @@ def test_late_state_is_named_with_its_step(proved, every):
 def test_what_the_run_finds_counts_if_the_weights_agree(proved, capfd):
     def start(words, output):
         code = warm(words, output)
-        os.write(output, b"\nstep 3: rank 1 got another loss; x trains a different model\n")
+        with output.open("a") as stream:
+            stream.write("\nstep 3: rank 1 got another loss; x trains a different model\n")
         return code
 
     assert prove(["odd.py:Odd", "--config_file", "single", *SMALL], start=start) == 1
@@ -318,6 +319,7 @@ def test_a_fault_of_recompute_is_found(proved, monkeypatch):
         given = dict(zip(options[::2], options[1::2], strict=True))
         ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
         more = ["--mixed_precision", given["--mixed_precision"]]
+        output.touch()
         return max(run(without_states, training, ranks=ranks, config=config, options=more).codes)
 
     assert prove([*words, "--config_file", "ddp", "--json"], start=faulty) == 1

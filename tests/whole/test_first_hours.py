@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
 from oneloop.show.terminal import metric
-from oneloop.tools.report.example_pages import _verdict
 from oneloop.tools.report.examples import plain
 from silent_cases import unfinished
 from worlds import after, run, train
@@ -30,7 +29,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.report.examples",
     "oneloop.show.terminal",
     "oneloop.tools.after_training.prediction",
-    "oneloop.tools.report.example_pages",
 )
 
 TASK = '''
@@ -302,20 +300,6 @@ def test_masks_are_pictures():
     black = plain({"target": torch.zeros(8, 8, dtype=torch.int64)})["parts"]["target"]
     assert shown["parts"]["prediction"] == black != shown["parts"]["target"]
     assert plain({"prediction": torch.tensor(3)}) == {"parts": {}, "prediction": "3"}
-
-
-def test_what_is_judged():
-    assert _verdict({"prediction": "cat", "target": "dog", "index": 1}).startswith(
-        '<b class="wrong">✗ prediction cat</b> · label dog'
-    )
-    assert _verdict({"prediction": "2.5", "target": "2.25", "index": 1}).startswith(
-        '<b class="soft">prediction 2.5</b> · label 2.25'
-    )
-    assert "· label" not in _verdict({"prediction": "cat", "index": 1})
-    assert _verdict({"prediction": "97.9% of pixels", "index": 0}).startswith(
-        '<b class="soft">prediction 97.9% of pixels</b> · <'
-    )
-    assert "✓ prediction 3" in _verdict({"prediction": "3", "target": "3", "index": 1})
 
 
 def test_large_metrics():

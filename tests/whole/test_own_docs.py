@@ -26,7 +26,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.text_classification",
     "oneloop.tasks.text_regression",
     "oneloop.tasks.token_classification",
-    "oneloop.tools.after_training.prediction",
+    "oneloop.tools.after_training.evaluate_and_predict",
 )
 
 RECIPES = blocks("reference/data.md", "yaml")

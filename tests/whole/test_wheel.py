@@ -132,7 +132,6 @@ def _without(module: str, words: list[str]) -> None:
 
 
 LACKING = {
-    "digits": ("sklearn", "comes with scikit-learn, which is not installed; oneloop's extra"),
     "gpt": ("transformers", "None in sys.modules; oneloop's extra"),  # when its model is built
     "sft": ("tokenizers", "None in sys.modules; oneloop's extra"),  # when the task is made
 }

@@ -32,14 +32,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "check": ("tools.check.command", "tasks"),
     "report": ("tools.report.command", "tools.run_reader"),
     "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
-    "watch": ("tools.watch.command", "tools.run_reader", "tools.terminal_charts"),
-    "worth": (
-        "tools.worth.command",
-        "tools.report",
+    "watch": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
+    "worth": ("tools.worth.command", "tools.prove", "tools.server_context"),
+    "prove": (
+        "tools.prove.command",
+        "tools.compare",
         "tools.run_reader",
         "tools.server_context",
     ),
-    "prove": ("tools.prove.command", "tools.compare", "tools.run_reader", "tools.worth"),
     "evaluate": ("tools.after_training.command",),
     "predict": ("tools.after_training.command",),
     "export": (

@@ -1,8 +1,6 @@
 """Questions about data sets, state and random numbers, on a few samples before a run."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
 
 from oneloop.basics.differences import differences
 from oneloop.basics.exit_codes import BadInput
@@ -61,19 +59,20 @@ def check_doubling(dry: DryRun) -> None:
 
     # Compute the loss of the sample, and of the sample twice.
     hashes = state_hashes(model)
-    drawing: Any = nullcontext()
-    if dry.run.main and "tensorboard" in dry.job.recipe.track:
-        graph = tool("graph")
-        if graph is None:
-            found.notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
-        else:
-            drawing = graph.Drawing(dry.root, one)
-    with drawing, whole_parameters(dry.root):
+    with whole_parameters(dry.root):
         once = float(contract.loss(model, one)[0])
-    found.graph = getattr(drawing, "graph", None)
     reshard(model)  # FSDP2 drops what a forward has changed
     both = float(contract.loss(model, two)[0])
     found.draws |= dry.drew()
+
+    # Draw the model for TensorBoard.
+    if dry.run.main and "tensorboard" in dry.job.recipe.track:
+        graph = tool("graph")
+        problem = missing("graph")
+        if graph is not None:
+            found.graph, problem = graph.draw(contract.loss, dry.root, one)
+        if problem:
+            found.notes.append(f"TensorBoard gets no graph of the model: {problem}")
 
     # The second must be twice the first, unless evaluations change something. The comparison with
     # single samples finds small differences, and prints more digits.

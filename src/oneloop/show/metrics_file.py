@@ -28,8 +28,7 @@ class Lines:
         say: reports damage to it.
     """
 
-    # The training process writes with it. Record and Follower (run_reader.py) only read, and skip
-    # damaged lines.
+    # The training process writes with it. Record (run_reader.py) only reads.
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
         self.path = path
         self._say = say

@@ -95,9 +95,7 @@ class Tracking:
                 if not resumed:
                     tracker.store_init_configuration(flat)
                     if name == "tensorboard" and graph is not None:
-                        from tensorboard.compat.proto.config_pb2 import RunMetadata
-
-                        tracker.tracker.file_writer.add_graph((graph, RunMetadata()))
+                        tracker.tracker.file_writer.add_graph(graph)
 
     @contextmanager
     def _report_errors(self, what: str) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The image transforms: resize, augmentation, mixup and cutmix; and repeated augmentation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -11,71 +11,109 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
-from oneloop.tasks.image_settings import Augmentation, Resizing
+from oneloop.tasks.image_settings import PLAIN, ImageSettings, Resizing
 from oneloop.tasks.rows.rows import Mapped
 
-_MAX_ALPHA = 100  # largest Beta parameter: 1 is uniform; at 100 nearly all shares are near 0.5
 
-
-def prepared(
-    resizing: Resizing,
-    mean: Sequence[float],
-    std: Sequence[float],
-    how: Augmentation | None = None,
-) -> Callable[[Any], Tensor]:
-    """Return a transform from a PIL image, or normalized pixels, to the model's input.
+class Transform:
+    """A transform from a PIL image, or normalized pixels, to the model's input.
 
     Args:
         resizing: how the image is resized.
         mean: mean of the pixels (0 to 1), by channel; with one channel, images become grey.
         std: standard deviation of the pixels, likewise.
-        how: augmentations of training images; None: no augmentation.
+        keys: the augmentations of training images; by default none.
 
     Raises:
         ValueError: ``mean`` and ``std`` do not both have 1 or 3 channels.
     """
-    # Check the arguments once, before the first image.
-    if len(mean) != len(std) or len(mean) not in (1, 3):
-        raise ValueError(
-            f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1"
-        )
 
-    return partial(_made, resizing, tuple(mean), tuple(std), how or Augmentation())
+    def __init__(
+        self,
+        resizing: Resizing,
+        mean: Sequence[float],
+        std: Sequence[float],
+        keys: ImageSettings = PLAIN,
+    ) -> None:
+        if len(mean) != len(std) or len(mean) not in (1, 3):
+            raise ValueError(
+                f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or "
+                "both 1"
+            )
+        self.resizing = resizing
+        self.mean = mean
+        self.std = std
+        self.keys = keys
 
+    def __call__(self, image: Any) -> Tensor:
+        # Normalized pixels of the right size need no pipeline.
+        keys = self.keys
+        is_ready = isinstance(image, Tensor) and self.resizing.size in (None, image.shape[-1])
+        if keys.needs_bytes or self.resizing.center or not is_ready:
+            image = self._pipeline(self._as_bytes(image))
 
-def _made(
-    resizing: Resizing,
-    mean: tuple[float, ...],
-    std: tuple[float, ...],
-    how: Augmentation,
-    image: Any,
-) -> Tensor:
-    """Return the model's input; see :func:`prepared`."""
-    # Normalized pixels of the right size need no pipeline.
-    is_ready = isinstance(image, Tensor) and resizing.size in (None, image.shape[-1])
-    if how.needs_bytes or resizing.center or not is_ready:
-        pipeline = _pipeline(resizing, mean, std, how)
-        image = pipeline(_as_bytes(image, mean, std))
+        # Augment the pixels; a random crop already shifts.
+        if keys.augment and not keys.crop:
+            image = shifted(image, max(1, image.shape[-1] // 8))
+        if keys.mirror and torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        if keys.erasing:
+            from torchvision.transforms import v2
 
-    # Augment the pixels; a random crop already shifts.
-    if how.shift and not how.crop.smallest:
-        image = shifted(image, max(1, image.shape[-1] // 8))
-    if how.mirror and torch.rand(()) < 0.5:
-        image = image.flip(-1)
-    if how.erasing:
-        from torchvision.transforms import v2
+            image = v2.RandomErasing(keys.erasing)(image)
+        return image  # type: ignore[no-any-return]
 
-        image = v2.RandomErasing(how.erasing)(image)
-    return image  # type: ignore[no-any-return]
+    def sample(self, sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
+        """Return a sample, an image and its label, with the transformed image."""
+        image, label = sample
+        return self(image), label
 
+    def _as_bytes(self, image: Any) -> Any:
+        """Undo the normalization of pixels (uint8); return other images unchanged."""
+        if not isinstance(image, Tensor):
+            return image
+        scale = torch.tensor(self.std)[:, None, None]
+        zero = torch.tensor(self.mean)[:, None, None]
+        return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
 
-def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
-    """Undo the normalization of pixels (uint8); return other images unchanged."""
-    if not isinstance(image, Tensor):
-        return image
-    scale = torch.tensor(std)[:, None, None]
-    zero = torch.tensor(mean)[:, None, None]
-    return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
+    @cached_property
+    def _pipeline(self) -> Callable[[Any], Tensor]:
+        """The transforms of torchvision."""
+        from torchvision.transforms import InterpolationMode, v2
+
+        # Work on bytes first: RandAugment needs them.
+        steps: list[Any] = []
+        size = self.resizing.size
+        mode = InterpolationMode(self.resizing.interpolation)
+        keys = self.keys
+        if size is not None and keys.crop:
+            area = (keys.crop, keys.crop_max)
+            steps.append(v2.RandomResizedCrop((size, size), area, keys.ratio, interpolation=mode))
+        elif size is not None and self.resizing.center:
+            steps.append(v2.Resize(self.resizing.shorter_side(size), mode))
+            is_down = self.resizing.rounds_down
+            steps.append(partial(_middle, size) if is_down else v2.CenterCrop(size))
+        elif size is not None:
+            steps.append(v2.Resize((size, size), mode))
+        if len(self.mean) == 1:
+            steps.append(v2.Grayscale())
+
+        # Change shapes and colours.
+        if keys.randaugment:
+            steps.append(v2.RandAugment(2, keys.randaugment))
+        if keys.trivialaugment:
+            steps.append(v2.TrivialAugmentWide())
+        if any(keys.jitter):
+            steps.append(v2.ColorJitter(*keys.jitter))
+
+        # Normalize them.
+        steps += [
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(self.mean, self.std),
+            v2.ToPureTensor(),
+        ]
+        return v2.Compose(steps)  # type: ignore[no-any-return]
 
 
 def _middle(size: int, image: Any) -> Any:
@@ -84,53 +122,6 @@ def _middle(size: int, image: Any) -> Any:
 
     height, width = functional.get_size(image)
     return functional.crop(image, (height - size) // 2, (width - size) // 2, size, size)
-
-
-@cache
-def _pipeline(
-    resizing: Resizing, mean: Sequence[float], std: Sequence[float], how: Augmentation
-) -> Callable[[Any], Tensor]:
-    """Return the transforms of torchvision: one object for each setting, in each process."""
-    from torchvision.transforms import InterpolationMode, v2
-
-    # Work on bytes first: RandAugment needs them.
-    steps: list[Any] = []
-    size = resizing.size
-    mode = InterpolationMode(resizing.interpolation)
-    crop = how.crop
-    if size is not None and crop.smallest:
-        random_crop = v2.RandomResizedCrop(
-            (size, size),
-            scale=(crop.smallest, crop.largest),
-            ratio=crop.ratio,
-            interpolation=mode,
-        )
-        steps.append(random_crop)
-    elif size is not None and resizing.center:
-        steps.append(v2.Resize(resizing.shorter_side(size), mode))
-        is_down = resizing.rounds_down
-        steps.append(partial(_middle, size) if is_down else v2.CenterCrop(size))
-    elif size is not None:
-        steps.append(v2.Resize((size, size), mode))
-    if len(mean) == 1:
-        steps.append(v2.Grayscale())
-
-    # Change shapes and colours.
-    if how.randaugment:
-        steps.append(v2.RandAugment(2, how.randaugment))
-    if how.trivialaugment:
-        steps.append(v2.TrivialAugmentWide())
-    if any(how.jitter):
-        steps.append(v2.ColorJitter(*how.jitter))
-
-    # Normalize them.
-    steps += [
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize(mean, std),
-        v2.ToPureTensor(),
-    ]
-    return v2.Compose(steps)  # type: ignore[no-any-return]
 
 
 def shifted(image: Tensor, most: int) -> Tensor:
@@ -148,21 +139,14 @@ def shifted(image: Tensor, most: int) -> Tensor:
 class Files(Mapped):
     """Images of rows that know the names of their files; ``image`` is their column."""
 
-    def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
-        super().__init__(rows, make)
+    def __init__(self, images: Mapped, make: Callable[[Any], Any], image: str) -> None:
+        super().__init__(images, make)
         self.image = image
 
     def file(self, index: int) -> str | None:
         """Return the path of the image; None if its bytes are in the row."""
-        value = self.rows[index][self.image]
+        value = self.rows.rows[index][self.image]
         return value.get("path") if isinstance(value, Mapping) else None
-
-
-class Images(Mapped):
-    """Images transformed by ``make`` (from :func:`prepared`), with their labels."""
-
-    def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
-        super().__init__(part, partial(_first_made, make))
 
 
 class Blended(Mapped):
@@ -177,9 +161,6 @@ class Blended(Mapped):
         mixup: Beta parameter of mixup (Zhang et al. 2018; 0: off).
         cutmix: Beta parameter of cutmix (Yun et al. 2019; 0: off). If both are above 0, each sample
             uses one of the two with probability 0.5.
-
-    Raises:
-        ValueError: a Beta parameter is out of range.
     """
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
@@ -187,12 +168,6 @@ class Blended(Mapped):
         self.classes = classes
         self.mixup = mixup
         self.cutmix = cutmix
-        for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
-            if not 0 <= alpha <= _MAX_ALPHA:
-                raise ValueError(
-                    f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values "
-                    "are 0.2 to 1"
-                )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         # Draw the method, its share of the first image, and the second image, in this order.
@@ -299,15 +274,3 @@ class RepeatedOrder(Ordered):
         copies, within = np.divmod(offsets, each)
         epochs, indices = self.samples.at(steps * each + within)
         return epochs * self.copies + copies, indices
-
-
-def _first_made(make: Callable[[Any], Tensor], sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
-    """Return a sample whose image, its first part, is transformed."""
-    return make(sample[0]), sample[1]
-
-
-def of_row(
-    decode: Callable[[Any], tuple[Any, Any]], make: Callable[[Any], Tensor], row: Any
-) -> tuple[Tensor, Any]:
-    """Return the sample of a row: its decoded and transformed image, and its label."""
-    return _first_made(make, decode(row))

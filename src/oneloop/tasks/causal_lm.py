@@ -14,11 +14,10 @@ from oneloop.tasks.language.completions import end_of
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import IGNORE, Samples, cut_blocks
 from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import (
     END_OF_TEXT,
-    Blocks,
     byte_tokenizer,
     encode_bytes,
     encode_text,
@@ -91,10 +90,10 @@ class CausalLM(RawTexts):
             )
         self.notes = self._data_notes
 
-    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Any:
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Samples:
         if self.pack == "concat":
             self._note(name, tokens.notes)
-            return Blocks(tokens, self.block, whole=name == "train", content=content)
+            return cut_blocks(tokens, self.block, whole=name == "train", content=content)
         return self._spanned(tokens, content, name, "split")
 
     @property

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from oneloop.basics.wide_sums import on_host
-from oneloop.tasks.light_metrics import LightMetric
+from oneloop.tasks.light_metrics import Means
 
 
-class ClassCounts(LightMetric):
+class ClassCounts(Means):
     """Accuracy, macro F1, Matthews correlation coefficient, and the confusion matrix.
 
     With two classes also the F1 of the second. The rows of the matrix are the true classes.
@@ -23,29 +23,31 @@ class ClassCounts(LightMetric):
 
     counts: Tensor  # true positives, predictions and targets of each class
     matrix: Tensor  # without elements if there are too many classes
-    in_top: Tensor
     number: Tensor
 
     def __init__(
         self, classes: int, *, top: int = 0, matrix_limit: int = 100, number: str = ""
     ) -> None:
+        in_top = f"top{top}_accuracy"
         better: dict[str, bool | None] = {"accuracy": True, "macro_f1": True, "matthews": True}
         if classes == 2:
             better["f1"] = True
         if top:
-            better[f"top{top}_accuracy"] = True
+            better[in_top] = True
         if number:
             better[number] = False
         super().__init__(better)
+        self.names = ["accuracy", in_top] if top else ["accuracy"]
         self.top = top
         self._named = number
         side = classes if classes <= matrix_limit else 0
         self.add_counts("counts", 3, classes)
         self.add_counts("matrix", side, side)
-        self.add_counts("in_top")
         self.add_counts("number")
 
-    def update(self, logits: Tensor, target: Tensor) -> None:
+    def update(  # type: ignore[override]
+        self, logits: Tensor, target: Tensor
+    ) -> None:
         """Add samples to the counts, without a host sync.
 
         Args:
@@ -60,13 +62,16 @@ class ClassCounts(LightMetric):
         # Multiply by 0 what does not count: boolean indexing would be a host sync.
         counted = (target >= 0).to(target.dtype)
         target = target.clamp(min=0)
-        right, predicted, targets = self.counts
-        right.index_add_(0, target, (prediction == target).to(target.dtype) * counted)
+        right = (prediction == target).to(target.dtype) * counted
+        positives, predicted, targets = self.counts
+        positives.index_add_(0, target, right)
         predicted.index_add_(0, prediction, counted)
         targets.index_add_(0, target, counted)
+        values = {"accuracy": (right, counted)}
         if self.top:
             is_in_top = (logits.topk(self.top).indices == target[:, None]).any(1)
-            self.in_top += (is_in_top.to(target.dtype) * counted).sum()
+            values[f"top{self.top}_accuracy"] = (is_in_top * counted, counted)
+        super().update(values)
         if self.matrix.numel():
             # The entry of a pair of classes in the flattened matrix.
             self.matrix.view(-1).index_add_(0, target * len(self.matrix) + prediction, counted)
@@ -89,11 +94,10 @@ class ClassCounts(LightMetric):
 
         # Leave out what only some tasks have.
         values = {
-            "accuracy": float(right.sum() / total),
+            **super().compute(),
             "macro_f1": float(f1[occurs].mean()),
             "matthews": covariance / spread if spread else 0.0,
             "f1": float(f1[1]) if len(f1) == 2 else None,
-            f"top{self.top}_accuracy": float(on_host(self.in_top) / total),
             self._named: float(self.number),
         }
         metrics: dict[str, Any] = {name: values[name] for name in self.higher_is_better}

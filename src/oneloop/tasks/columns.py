@@ -1,16 +1,14 @@
 """Checks of the columns of a user's data set, before training."""
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from oneloop.basics.files import replacing
 from oneloop.tasks.rows.arrow_tables import with_texts
-from oneloop.tasks.rows.cache import alone, key_of, rows_content
+from oneloop.tasks.rows.cache import cached_json, key_of, rows_content
 from oneloop.tasks.rows.image_rows import empty_classes, loose_images
 from oneloop.tasks.rows.images import checked_images, is_image
 from oneloop.tasks.rows.objects import OBJECTS
@@ -23,11 +21,12 @@ from oneloop.tasks.rows.remote_checks import (
     reject_large_labels,
     sampled,
 )
-from oneloop.tasks.rows.rows import FINDINGS, unusable
+from oneloop.tasks.rows.rows import FINDINGS, Row, unusable
 
 _CACHE_VERSION = 4  # increase it if a check changes
 UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _SHOWN = 60  # characters of a value in a message
+_LOOSE = "it is next to the class folders"
 _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
@@ -81,25 +80,97 @@ def _object_error(rows: Any, column: str, expected: str) -> ValueError:
 
 def check_texts(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key is not text, or a value is missing."""
-    for source, _, rows, column in columns_of(sources, key):
-        if not is_text(rows.types[column]):
-            raise wrong_type(source, key, rows.types[column], "text")
-        checked_values(source, rows, column)
+    _check_column(sources, key, is_text, "text")
 
 
 def check_words(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key does not hold non-empty lists of texts."""
-    for source, _, rows, column in columns_of(sources, key):
-        if not is_text(element_type(rows.types[column])):
-            raise wrong_type(source, key, rows.types[column], "lists of texts")
-        checked_values(source, rows, column)
+    _check_column(sources, key, lambda kind: is_text(element_type(kind)), "lists of texts")
+
+
+def check_numbers(sources: Sequence[Source], key: str) -> None:
+    """Raise ValueError if the column of this task key does not hold finite numbers.
+
+    Texts of finite numbers are right, too.
+    """
+    _check_column(sources, key, _may_be_number, "a number", "numbers")
 
 
 def check_image_types(sources: Sequence[Source]) -> None:
     """Raise ValueError if the image column does not hold images."""
-    for source, _, rows, column in columns_of(sources, "image"):
-        if not is_image(rows.types[column]):
-            raise wrong_type(source, "image", rows.types[column], "images (files, or their bytes)")
+    _check_column(sources, "image", is_image, "images (files, or their bytes)", None)
+
+
+def _check_column(
+    sources: Sequence[Source],
+    key: str,
+    fits: Callable[[Any], bool],
+    wanted: str,
+    rule: Rule | None = "values",
+) -> None:
+    """Raise ValueError if a column has another type, or a value that cannot be used.
+
+    Args:
+        sources: the data sets.
+        key: task key of the column.
+        fits: whether a type is right.
+        wanted: description of the right types.
+        rule: what the values must be; None: they are not checked.
+    """
+    for source, _, rows, column in columns_of(sources, key):
+        if not fits(rows.types[column]):
+            raise wrong_type(source, key, rows.types[column], wanted)
+        if rule:
+            checked_values(source, rows, column, rule)
+
+
+def _may_be_number(kind: Any) -> bool:
+    """Whether a column of this type holds numbers, or texts that may be numbers."""
+    dtype = str(getattr(kind, "dtype", ""))
+    is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
+    return is_number or is_text(kind)
+
+
+def check_together(
+    sources: Sequence[Source], keys: Sequence[str], problem: Callable[..., str]
+) -> None:
+    """Raise ValueError if values of several columns of a row do not fit each other.
+
+    Rows are checked once. Of remote ones, some are checked before, and each while it is read.
+
+    Args:
+        sources: the data sets.
+        keys: task keys of the columns.
+        problem: returns what is wrong with the values of these columns; empty if nothing is.
+    """
+    for source in sources:
+        columns = [source.columns[key] for key in keys]
+        check = partial(_problem_of_row, columns, problem)
+        for rows in source.parts.values():
+            checked_rows(source, rows, columns, problem.__name__, check)
+
+
+def unlearnable(anchor: str, positive: str, *negatives: str) -> str:
+    """Return why nothing can be learned from a pair of texts; empty if something can.
+
+    Args:
+        anchor: the first text.
+        positive: the text that belongs to it.
+        negatives: texts that do not belong to it.
+    """
+    if not all(map(str.strip, (anchor, positive, *negatives))):
+        return "a text of the pair is empty; fill it, or remove the row"
+    if positive in negatives:
+        return "a hard negative is equal to the positive; write another text, or remove the row"
+    return ""
+
+
+def _problem_of_row(columns: Sequence[str], problem: Callable[..., str], row: Row) -> str:
+    """Return what is wrong with the values of these columns."""
+    values = [row[column] for column in columns]
+    # A missing value is already known.
+    why = "" if None in values else problem(*values)
+    return why and f": {why}"
 
 
 def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | None) -> None:
@@ -121,10 +192,10 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         converted = Counter[str]()
         turned = 0
         bad = list[tuple[str, str]]()  # position and reason
-        for split, rows in source.parts.items():
+        for split, all_rows in source.parts.items():
+            rows = sampled(all_rows)
             if is_remote(rows):
                 source.skipped = None if skipped is None else []
-                rows = sampled(rows)
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
             count += len(rows)
             if is_remote(rows) and skipped is not None:
@@ -138,10 +209,9 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
         findings = FINDINGS.get()
         if findings is not None:
+            loose = [(str(file), _LOOSE) for file in loose_images(source.found)]
             findings.rows += count
-            findings.unusable += bad
-            for file in loose_images(source.found):
-                findings.unusable.append((str(file), "it is next to the class folders"))
+            findings.unusable += bad + loose
             findings.converted += converted
             findings.empty += empty
         elif bad and skipped is None:
@@ -166,20 +236,6 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             source.notes.append(f"images turned as their EXIF orientation says: {turned:,}")
         if empty:
             source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
-
-
-def check_numbers(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key does not hold finite numbers.
-
-    Texts of finite numbers are right, too.
-    """
-    for source, _, rows, column in columns_of(sources, key):
-        kind = rows.types[column]
-        dtype = str(getattr(kind, "dtype", ""))
-        is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
-        if not is_number and not is_text(kind):
-            raise wrong_type(source, key, kind, "a number")
-        checked_values(source, rows, column, "numbers")
 
 
 def is_text(kind: Any) -> bool:
@@ -249,23 +305,17 @@ def checked_rows(
             rows = sampled(rows)
         elif not classes:
             reject_large_labels(rows, columns[0])
+    check_now = partial(_check_each, rows, columns, rule, check, classes)
+    if FINDINGS.get() is not None:
+        return check_now()  # ``oneloop check`` lists the rows each time
     key = key_of(_CACHE_VERSION, rows_content(rows), columns, rule)
-    with alone(f"values/{key}.json") as file:
-        if not file.exists():
-            try:
-                values = _check_each(rows, columns, rule, check, classes)
-            except UnicodeDecodeError:
-                # Texts of remote rows that are not UTF-8 are listed while they are read.
-                some = with_texts(rows, columns, None if source.skipped is None else [])
-                return _check_each(some, columns, rule, check, classes)
-            # Do not cache the values of rows with findings: they would not be found again.
-            findings = FINDINGS.get()
-            if findings and findings.unusable:
-                return values
-            with replacing(file) as draft:
-                draft.write_text(json.dumps(values))
-        cached: list[Any] = json.loads(file.read_text())
-        return cached
+    try:
+        values: list[Any] = cached_json(f"values/{key}.json", check_now)
+    except UnicodeDecodeError:
+        # Texts of remote rows that are not UTF-8 are listed while they are read.
+        some = with_texts(rows, columns, None if source.skipped is None else [])
+        values = _check_each(some, columns, rule, check, classes)
+    return values
 
 
 def _check_each(

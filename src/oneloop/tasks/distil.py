@@ -1,7 +1,7 @@
 """Distillation: a student learns from a teacher's stored distributions over the next tokens."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,17 @@ from torch import Tensor, nn
 from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 from oneloop.tasks.language.divergences import Divergence, divergence, merged
 from oneloop.tasks.language.language_model import cross_entropy
-from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
+from oneloop.tasks.language.sequences import (
+    IGNORE,
+    Sample,
+    Samples,
+    collated,
+    records_of_targets,
+)
 from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
-from oneloop.tasks.language.text_sums import TextSums
+from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
+from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.sft import SFT
 
 
@@ -39,10 +46,11 @@ class Distil(FrozenTask, SFT):
     """
 
     needs = SFT.needs | {"beta": "divergence=js"}
+    more_kinds = (("text",),)
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "lessons",
+        data: Data = "lessons",
         teacher: str = "",
         text: str = "text",
         top_k: int = 64,
@@ -51,7 +59,7 @@ class Distil(FrozenTask, SFT):
         temperature: float = 1.0,
         share: float = 0.5,
         store: str | None = None,
-        **rows: Any,
+        **settings: Any,
     ) -> None:
         # Check the settings before the data and the teacher are read.
         if not 0 < temperature < math.inf:
@@ -63,7 +71,7 @@ class Distil(FrozenTask, SFT):
             )
         if not 0 < beta < 1:
             raise ValueError(f"task.beta {beta} must be between 0 and 1")
-        if rows.get("fused_loss") is True:
+        if settings.get("fused_loss") is True:
             raise ValueError("task.fused_loss true: distillation needs logits; remove it")
         self.kind: Divergence = divergence
         self.beta = beta
@@ -72,8 +80,8 @@ class Distil(FrozenTask, SFT):
         self.teacher = teacher
         self.more_columns = {"text": text}
         self._teacher_tokenizer = checked_teacher(teacher)
-        super().__init__(data, **rows)
-        self._check_same_tokens(rows)
+        super().__init__(data, **settings)
+        self._check_same_tokens()
 
         # Let a run compute what the teacher says about each trained token.
         if not 0 <= top_k <= self.entries:
@@ -99,23 +107,14 @@ class Distil(FrozenTask, SFT):
             build=self._load_teacher,
             content=teacher_content(teacher),
         )
-        self._taught: dict[str, Any] = {}
-        for source, splits in zip(self._sources, self.parts, strict=True):
-            for split, samples in splits.items():
-                name = split if len(self._sources) == 1 else f"{split}/{source.name}"
-                self._teach(name, samples)
+        for name, samples in self.samples.items():
+            self._frozen.outputs[name] = samples.freeze(self._record, targets=True)
         self._data_notes.append(self._frozen.note)
         if self.top_k < self.entries:
             self._data_notes.append(
                 f"the {self.top_k:,} most likely of {self.entries:,} entries and the sum of the "
                 "others are compared: the divergence is a lower bound of that of all entries"
             )
-        self.notes = self._data_notes
-
-    def _teach(self, name: str, samples: Any) -> None:
-        """Let the samples have records of the teacher."""
-        self._frozen.outputs[name] = frozen_targets(samples, self._record)
-        self._taught[name] = samples
 
     def frozen_model(self) -> FrozenModel:
         return self._frozen
@@ -134,7 +133,7 @@ class Distil(FrozenTask, SFT):
         # A student from scratch has the teacher's tokens.
         return self._teacher_tokenizer
 
-    def _check_same_tokens(self, rows: Mapping[str, Any]) -> None:
+    def _check_same_tokens(self) -> None:
         """Raise ValueError if the teacher reads the student's tokens as others."""
         mine = self.tokenizer.get_vocab()
         theirs = self._teacher_tokenizer.get_vocab()
@@ -147,32 +146,27 @@ class Distil(FrozenTask, SFT):
                     "tokenizer"
                 )
         other = self.tokenizer.chat_template != self._teacher_tokenizer.chat_template
-        if self._chat is not None and rows.get("chat_template") is None and other:
+        if self.rows.chat is not None and self.chat_template is None and other:
             raise ValueError(
                 f"task.teacher {self.teacher!r} has another chat template than the student; name "
                 "the one that both should see with task.chat_template FILE"
             )
         checked_teacher(self.teacher, entries=self.entries, length=self.length)
 
-    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
-        texts = dict.fromkeys(self.columns, "") | {"text": self.columns["text"]}
-        return [*super()._choices(labelled=labelled), texts]
-
-    def samples_of(self, data: str, *, labelled: bool) -> Padded:
+    def samples_of(self, data: str, *, labelled: bool) -> Samples:
         samples = super().samples_of(data, labelled=labelled)
         if labelled:
-            self._teach("data", samples)
+            self.samples["data"] = samples
+            self._frozen.outputs["data"] = samples.freeze(self._record, targets=True)
         return samples
 
-    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
-        # Divide the samples into spans and records. Rows of ``oneloop predict`` have no records.
-        is_packed = isinstance(samples[0], list)
-        rows = samples if is_packed else [[sample] for sample in samples]
-        if not isinstance(rows[0][0], tuple):
-            return super()._collated(samples)
-        spans = [[span for span, _ in row] for row in rows]
-        batch = super()._collated(spans if is_packed else [row[0] for row in spans])
-        return batch | collated_records(rows, batch["target"].shape, self.entries)
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
+        batch = super().collate(samples)
+        # Rows of ``oneloop predict`` have no records.
+        if samples[0].records:
+            records = records_of_targets(samples)
+            batch |= collated_records(records, batch["target"] != IGNORE, self.entries)
+        return batch
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if "teacher" not in batch:
@@ -206,20 +200,18 @@ class Distil(FrozenTask, SFT):
             outputs["right"] = logits.argmax(-1) == target
         return each.sum(), outputs
 
-    def metrics(self) -> TextSums:
-        return TextSums(
-            by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts, teacher=True
-        )
+    def metrics(self) -> TextMeans:
+        return TextMeans({**super().metrics().higher_is_better, "divergence": False})
 
     def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: TextMeans, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         # Perplexity is that of the data, not of the loss.
         super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
-        spans = self._taught[name].spans
-        return collated([spans[number] for number in documents])
+        samples = self.samples[name]
+        return collated([Sample([samples.document(number)]) for number in documents])
 
     def _distributions(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of the targets of each document."""

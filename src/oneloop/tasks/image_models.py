@@ -4,7 +4,7 @@ They come from transformers, timm, torchvision or your own class. The small CNN 
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -19,10 +19,9 @@ from torch.nn import functional as F
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.basics.parameter_names import tied_to
 from oneloop.basics.untrusted import read_json
-from oneloop.tasks.image_settings import Resizing
+from oneloop.tasks.image_settings import Pretrained, Resizing
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
-Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 _PILLOW = {"nearest": 0, "bilinear": 2, "bicubic": 3}
@@ -70,7 +69,10 @@ def image_model(
 
     # Build the model with new weights.
     if name.startswith(_TIMM):
-        model = _timm_model(name.removeprefix(_TIMM), len(classes))
+        architecture = _timm_name(name)
+        import timm
+
+        model: nn.Module = timm.create_model(architecture, num_classes=len(classes))
     elif "/" in name:
         raise ValueError(
             f"task.model {name!r} is not a folder saved by transformers: {name}/config.json is "
@@ -79,7 +81,16 @@ def image_model(
     elif "." in name:
         model = _user_model(name, len(classes))
     else:
-        model = _torchvision_model(name, len(classes))
+        from torchvision import models
+
+        names = models.list_models(module=models)
+        if name not in names:
+            raise ValueError(
+                f"task.model {name!r} is unknown; use cnn, a folder saved by transformers, hf:ID, "
+                f"timm:NAME, module.Class or one of torchvision's {len(names)} classification "
+                "models (resnet18, vit_b_16, …)"
+            )
+        model = models.get_model(name, num_classes=len(classes))
 
     # Load other weights into it.
     if pretrained in (None, False):
@@ -105,10 +116,10 @@ def statistics(
             mean = config.get("image_mean")
             std = config.get("image_std")
     elif name.startswith(_TIMM):
+        architecture = _timm_name(name)
         import timm
 
-        _check_timm_name(name.removeprefix(_TIMM))
-        config = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
+        config = vars(timm.get_pretrained_cfg(architecture, allow_unregistered=True))
         mean = config.get("mean")
         std = config.get("std")
     return Statistics(own_mean or mean or [0.5] * 3, own_std or std or [0.5] * 3)
@@ -188,41 +199,21 @@ def described(
     return {"config.json": config}
 
 
-def _check_timm_name(name: str) -> None:
+def _timm_name(model: str) -> str:
+    """Return timm's name of ``timm:NAME``. Raise ValueError if timm has no such model."""
     try:
         import timm
     except ImportError as error:
         raise ValueError(
-            f"task.model timm:{name} needs timm, which is not installed; pip install timm"
+            f"task.model {model} needs timm, which is not installed; pip install timm"
         ) from error
+    name = model.removeprefix(_TIMM)
     if not timm.is_model(name):
-        near = get_close_matches(name.partition(".")[0], timm.list_models(), n=3)
+        names = timm.list_models()
+        near = get_close_matches(name.partition(".")[0], names, n=3)
         hint = f"; similar names: {', '.join(near)}" if near else ""
-        raise ValueError(
-            f"task.model timm:{name} is not one of timm's {len(timm.list_models()):,} models{hint}"
-        )
-
-
-def _timm_model(name: str, classes: int) -> nn.Module:
-    _check_timm_name(name)
-    import timm
-
-    model: nn.Module = timm.create_model(name, pretrained=False, num_classes=classes)
-    return model
-
-
-def _torchvision_model(name: str, classes: int) -> nn.Module:
-    from torchvision import models
-
-    known = models.list_models(module=models)
-    if name not in known:
-        raise ValueError(
-            f"task.model {name!r} is unknown; use cnn, a folder saved by transformers, hf:ID, "
-            f"timm:NAME, module.Class or one of torchvision's {len(known)} classification models "
-            "(resnet18, vit_b_16, …)"
-        )
-    model: nn.Module = models.get_model(name, num_classes=classes)
-    return model
+        raise ValueError(f"task.model {model} is not one of timm's {len(names):,} models{hint}")
+    return name
 
 
 def _user_model(path: str, classes: int) -> nn.Module:
@@ -266,8 +257,18 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
     mismatched = {name for name in shared if own[name].shape != weights[name].shape}
     missing = own.keys() - weights.keys() - tied_to(model, weights.keys())
 
-    # Only the last layer may be missing, or have another shape.
-    heads = _head_layers(model, mismatched, classes)
+    # The last layer may be missing if timm names it, or have another shape.
+    layers = {name.rpartition(".")[0] for name in mismatched}
+    config = getattr(model, "pretrained_cfg", None) or {}
+    classifier = config.get("classifier") or ()  # a name, or several
+    layers.update([classifier] if isinstance(classifier, str) else classifier)
+
+    # It has an output per class. A layer without a name is the model itself.
+    heads = set[str]()
+    for name, layer in model.named_modules():
+        outputs = getattr(layer, "out_features", getattr(layer, "out_channels", 0))
+        if name and name in layers and outputs == classes:
+            heads.add(name)
     new = {name for name in (*missing, *mismatched) if name.rpartition(".")[0] in heads}
     errors = {
         "missing": sorted(missing - new),
@@ -286,29 +287,8 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
             own[name].copy_(weights[name])
     if not new:
         return []
-    layers = ", ".join(sorted({name.rpartition(".")[0] for name in new}))
-    return [f"the last layer ({layers}) is re-initialized: the classes differ"]
-
-
-def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:
-    """Return the layers with one output per class.
-
-    They are among timm's classifiers and the layers with a different shape.
-    """
-    layers = {name.rpartition(".")[0] for name in mismatched}
-    config = getattr(model, "pretrained_cfg", None) or {}
-    classifier = config.get("classifier") or ()  # a name, or several
-    layers.update([classifier] if isinstance(classifier, str) else classifier)
-
-    # Keep those with the right number of outputs; a layer without a name is the model itself.
-    modules = dict(model.named_modules())
-    heads = set[str]()
-    for name in layers - {""}:
-        layer = modules.get(name)
-        outputs = getattr(layer, "out_features", getattr(layer, "out_channels", 0))
-        if outputs == classes:
-            heads.add(name)
-    return heads
+    renewed = ", ".join(sorted({name.rpartition(".")[0] for name in new}))
+    return [f"the last layer ({renewed}) is re-initialized: the classes differ"]
 
 
 def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:

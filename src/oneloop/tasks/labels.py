@@ -3,6 +3,7 @@
 import math
 import re
 import reprlib
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -217,7 +218,7 @@ def numbers_of(
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
     name = _name(kind, value)
     try:
-        return number[composed(name)]
+        return number[unicodedata.normalize("NFC", name)]
     except KeyError:
         raise ValueError(f"the label {name!r} was never trained on; remove the row") from None
 

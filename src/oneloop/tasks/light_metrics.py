@@ -3,7 +3,8 @@
 They do not need the import of torchmetrics, which takes as long as that of the whole loop.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,64 +13,73 @@ from torch import Tensor, nn
 from oneloop.basics.wide_sums import on_host, widest
 
 
-class LightMetric(nn.Module):
-    """Base class of metrics, whose ``compute`` returns values by name.
+class Means(nn.Module):
+    """Weighted means by name.
 
-    Their states are integer counts, which are summed over the ranks, and lists of tensors, which
-    are joined in the order of the data.
+    ``rows`` has the sums of each micro-batch, joined in the order of the data, so that a mean is
+    the same on any number of ranks, and is rounded only once.
 
     Args:
-        higher_is_better: whether a larger value is better, by name (None: unknown).
+        higher_is_better: the means, and whether a larger value is better (None: unknown).
     """
 
-    def __init__(self, higher_is_better: dict[str, bool | None]) -> None:
+    rows: list[Tensor]
+
+    def __init__(self, higher_is_better: Mapping[str, bool | None]) -> None:
         super().__init__()
-        self.higher_is_better = higher_is_better
-        self._defaults: dict[str, Any] = {}
-        self._reductions: dict[str, Any] = {}
+        self.higher_is_better = dict(higher_is_better)
+        self.names = list(higher_is_better)
+        """names of the means; a subclass may compute other values from them"""
+        self.rows = []
+        self._defaults: dict[str, Any] = {"rows": []}
+        self._reductions: dict[str, Any] = {"rows": None}
 
     def add_counts(self, name: str, *shape: int) -> None:
-        """Add integer counts of this shape as an attribute."""
+        """Add integer counts of this shape as an attribute; they are summed over the ranks."""
         self._defaults[name] = torch.zeros(shape, dtype=torch.int64)
         self._reductions[name] = dim_zero_sum
         self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))
 
-    def add_list(self, name: str) -> None:
-        """Add an empty list as an attribute."""
-        self._defaults[name] = []
-        self._reductions[name] = None
-        setattr(self, name, [])
+    def update(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add a micro-batch, without a host sync.
+
+        Args:
+            values: for each mean its values, already weighted, and the weights; of any shape.
+        """
+        sums = []
+        for name in self.names:
+            sums += [widest(tensor).sum() for tensor in values[name]]
+        self.rows.append(torch.stack(sums))
+
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Return the sums of all values and of all weights, by name. Host sync."""
+        # It imports torch's sharding and accelerate, which --help and wrong keys do not need.
+        from oneloop.basics.exact_sums import rounded_sum
+
+        columns = on_host(torch.stack(self.rows)).T.tolist()
+        totals = [*map(rounded_sum, columns)]
+        return dict(zip(self.names, zip(totals[::2], totals[1::2], strict=True), strict=True))
+
+    def compute(self) -> dict[str, Any]:
+        """Return the means by name; NaN without weight."""
+        means = {}
+        for name, (total, weight) in self.totals().items():
+            means[name] = total / weight if weight else math.nan
+        return means
+
+
+class TextMeans(Means):
+    """Means of texts: of ``perplexity`` the nats per token, of ``bits_per_byte`` those per byte."""
+
+    def compute(self) -> dict[str, Any]:
+        values = super().compute()
+        values["perplexity"] = math.exp(min(values["perplexity"], 700.0))  # exp(710) overflows
+        nats, size = self.totals().get("bits_per_byte", (0, 0))
+        if size:
+            values["bits_per_byte"] = nats / math.log(2) / size
+        return values
 
 
 def dim_zero_sum(states: Tensor) -> Tensor:
     """Return the sum over the ranks; has the name of torchmetrics' function."""
     return states.sum(0)
-
-
-class RowSums(LightMetric):
-    """Base class of metrics that are computed from sums.
-
-    ``rows`` has the sums of each micro-batch, so that the total is the same on any number of ranks,
-    and is rounded only once.
-
-    Args:
-        higher_is_better: see :class:`LightMetric`.
-    """
-
-    rows: list[Tensor]
-
-    def __init__(self, higher_is_better: dict[str, bool | None]) -> None:
-        super().__init__(higher_is_better)
-        self.add_list("rows")
-
-    def add(self, sums: Iterable[Tensor]) -> None:
-        """Add the sums of a micro-batch, 0-dim, always as many. No host sync."""
-        self.rows.append(torch.stack([*map(widest, sums)]))
-
-    def totals(self) -> list[float]:
-        """Return the sums of all micro-batches. Host sync."""
-        # It imports torch's sharding and accelerate, which --help and wrong keys do not need.
-        from oneloop.basics.exact_sums import rounded_sum
-
-        columns = on_host(torch.stack(self.rows)).T.tolist()
-        return [*map(rounded_sum, columns)]

@@ -1,6 +1,5 @@
 """Masked language modelling, with a BERT from scratch or an encoder of transformers."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from oneloop.tasks.language.bidirectional import (
-    check_apart,
-    check_both_directions,
-    document_mask,
-)
+from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
-from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Pieces, spans
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, cut_texts
 from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
@@ -121,7 +116,7 @@ class MaskedLM(RawTexts):
         self._takes_documents = True
         self._first_position = 0
 
-    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Any:
+    def _samples(self, tokens: Ragged, content: dict[str, Any], name: str) -> Samples:
         if not (tokens.values >= 0).any():
             raise ValueError(f"task.data: no text of the {name} split has a token to predict")
         if self.pack == "concat":
@@ -129,14 +124,19 @@ class MaskedLM(RawTexts):
             tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
 
         # Cut them; masks are drawn whenever a sample is read.
-        made = spans(tokens, self.block, "split", special=self.masked_tokens.around)
-        made = replace(made, draw=self.masked_tokens.draw)
-        if self.pack == "concat":
-            return Pieces(made, content)
-        self._note(name, made.notes)
-        if self.packed and name == "train":
-            return Packed(made, content)
-        return Padded(made, content)
+        made = cut_texts(
+            tokens,
+            self.block,
+            "split",
+            special=self.masked_tokens.around,
+            room=self.block if self.packed and name == "train" else 0,
+            by_length=self.pack != "concat",
+            content=content,
+            draw=self.masked_tokens.draw,
+        )
+        if self.pack != "concat":
+            self._note(name, made.notes)
+        return made
 
     @property
     def entries(self) -> int:
@@ -181,11 +181,11 @@ class MaskedLM(RawTexts):
             leave_masks_unread(model)
         return model
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Return samples as one batch.
 
         Args:
-            samples: inputs and targets of a document, or of several in a list.
+            samples: inputs and targets of their documents.
 
         Returns:
             ``input``, ``target``, ``position`` and ``document`` (its number in the row; -1 is
@@ -194,7 +194,7 @@ class MaskedLM(RawTexts):
         rows = []
         for sample in samples:
             documents = []
-            for number, document in enumerate(sample if isinstance(sample, list) else [sample]):
+            for number, document in enumerate(sample.documents):
                 positions = torch.arange(document.shape[1])
                 numbers = torch.full_like(positions, number)
                 documents.append(torch.cat([document, torch.stack([positions, numbers])]))
@@ -202,7 +202,7 @@ class MaskedLM(RawTexts):
         table = pad_sequence(rows, batch_first=True, padding_value=-1)
 
         # All rows have the same width, unless the texts are padded.
-        if self.pack == "concat" or isinstance(samples[0], list):
+        if self.pack == "concat" or samples[0].is_row:
             missing = self.block - table.shape[1]
             table = nn.functional.pad(table, (0, 0, 0, missing), value=-1)
         inputs, target, position, document = table.unbind(-1)
@@ -222,13 +222,13 @@ class MaskedLM(RawTexts):
             return {"input_ids": batch["input"], "attention_mask": known}
         return {
             "input_ids": batch["input"],
-            "attention_mask": document_mask(document),
+            "attention_mask": apart(document),
             "position_ids": batch["position"] + self._first_position,
         }
 
-    def show(self, sample: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return a text with its masks, the tokens to predict, and the predicted ones."""
-        inputs, target = sample.tolist()
+        inputs, target = sample.documents[0].tolist()
         likeliest = outputs["likeliest"].tolist()
         targets = []
         predictions = []

@@ -1,13 +1,16 @@
-"""Packaged image data sets: digits of scikit-learn, and sets of torchvision."""
+"""Packaged image data sets: digits of scikit-learn, and sets of torchvision.
 
-from importlib.util import find_spec
-from pathlib import Path
+The digits are the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C.
+Kaynak, from the UCI Machine Learning Repository, under the license CC BY 4.0.
+"""
+
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from oneloop.tasks.packaged_rows import FOLDER, SPLITS
 
 TORCHVISION = {
     "mnist": "MNIST",
@@ -57,14 +60,14 @@ def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> li
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     members = [shuffled[labels[shuffled] == label] for label in labels.unique()]
     splits = []
-    for number in range(len(shares)):
+    start = 0.0
+    for share in shares:
         # Take the same part of each class.
-        start, stop = sum(shares[:number]), sum(shares[: number + 1])
-        parts = []
-        for own in members:
-            parts.append(own[round(start * len(own)) : round(stop * len(own))])
+        stop = start + share
+        parts = [own[round(start * len(own)) : round(stop * len(own))] for own in members]
         chosen = torch.cat(parts)
         splits.append(_InMemory(images[chosen], labels[chosen]))
+        start = stop
     return splits
 
 
@@ -80,60 +83,33 @@ def packaged(data: str, root: str, download: bool) -> tuple[dict[str, Any], list
         ValueError: the set is missing.
     """
     if data == "digits":
-        return _digits()
-    return _torchvision_set(data, root, download)
+        # 1,797 handwritten digits of 8x8 pixels from 0 to 16
+        with np.load(FOLDER / "digits.npz") as arrays:
+            images = torch.from_numpy(arrays["images"])[:, None].float() / 8 - 1
+            labels = torch.from_numpy(arrays["labels"])
+        splits = _stratified(images, labels, (0.7, 0.15, 0.15))
+        classes = [*map(str, range(10))]
+    else:
+        # The test split of torchvision stays; validation is a share of the other.
+        trained, tested = _torchvision_splits(data, root, download)
+        splits = _stratified(*_tensors(trained), (0.9, 0.1))
+        splits.append(_InMemory(*_tensors(tested)))
+        classes = list(trained.classes)
+    return dict(zip(SPLITS, splits, strict=True)), classes
 
 
-def _digits() -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of 1,797 handwritten digits (8x8).
-
-    70 % are for training, 15 % for validation, and 15 % for test.
-    """
-    pixels, labels = _sklearn_digits()
-    images = torch.from_numpy(pixels.astype(np.float32))[:, None] / 8 - 1
-    splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    sets = dict(zip(("train", "validation", "test"), splits, strict=True))
-    return sets, [*map(str, range(10))]
-
-
-def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return pixels (samples, 8, 8) and labels of load_digits.
-
-    They are read from its file: importing scikit-learn takes seconds.
-    """
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(
-            "task.data digits comes with scikit-learn, which is not installed", name="sklearn"
-        )
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    table = np.loadtxt(file, delimiter=",")
-    pixels = table[:, :-1].reshape(-1, 8, 8)
-    return pixels, table[:, -1].astype(np.int64)
-
-
-def _torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of a data set of torchvision; see :func:`packaged`."""
+def _torchvision_splits(data: str, root: str, download: bool) -> list[Any]:
+    """Return the training and the test split of a data set of torchvision."""
     from torchvision import datasets
 
-    # Read both splits of torchvision. Its test split stays; validation is a share of the other.
     kind = getattr(datasets, TORCHVISION[data])
     try:
-        trained = kind(root, train=True, download=download)
-        test = kind(root, train=False, download=download)
+        return [kind(root, train=train, download=download) for train in (True, False)]
     except RuntimeError as error:
         raise ValueError(
             f"task.data {data!r} is not under task.root {root!r}; copy it there, or set "
             "--task.download true"
         ) from error
-    images, labels = _tensors(trained)
-    train, validation = _stratified(images, labels, (0.9, 0.1))
-    sets = {
-        "train": train,
-        "validation": validation,
-        "test": _InMemory(*_tensors(test)),
-    }
-    return sets, list(trained.classes)
 
 
 def _tensors(split: Any) -> tuple[Tensor, Tensor]:

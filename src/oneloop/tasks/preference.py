@@ -11,34 +11,30 @@ from torch import Tensor, nn
 from oneloop.basics.wide_sums import on_host
 from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 from oneloop.tasks.language import preference_losses as losses
+from oneloop.tasks.language.answer_rows import NEEDS
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import is_packed
-from oneloop.tasks.language.pair_rows import PairRows
-from oneloop.tasks.language.pair_samples import (
-    RECORD,
-    answer_sums,
-    collated_pairs,
-    pair_mask,
+from oneloop.tasks.language.pair_rows import METRICS, PairSettings, PairTask, pair_outputs
+from oneloop.tasks.language.sequences import (
+    IGNORE,
+    Sample,
+    Samples,
+    collated,
+    records_of_targets,
 )
-from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.sequences import IGNORE, collated
+from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.light_metrics import Means
 
 PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "ipo_mean", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference
 _BETA = {"simpo": 2.0}  # defaults other than 0.1
-METRICS = {
-    "reward_accuracy": True,
-    "reward_margin": True,
-    "chosen_reward": None,
-    "rejected_reward": None,
-    "chosen_logp": None,
-    "rejected_logp": None,
-    "kl": None,
-}
-"""metrics of a pair, and whether a larger value is better"""
 
 
-class Preference(FrozenTask, PairRows):
+RECORD = np.dtype([("logp", "<f8")])
+"""what is stored of a position: the log-probability of the next token, in nats"""
+
+
+class Preference(FrozenTask, PairTask):
     """Preference optimization on pairs of answers.
 
     The weight of a sample is its number of pairs. The reference is the model before the first step:
@@ -63,7 +59,7 @@ class Preference(FrozenTask, PairRows):
             rows; the pairs of a step have similar lengths).
     """
 
-    needs = PairRows.needs | {
+    needs = NEEDS | {
         "label_smoothing": "loss=dpo|robust|simpo",
         "margin": "loss=simpo",
         "store": "loss!=simpo|orpo",
@@ -71,7 +67,7 @@ class Preference(FrozenTask, PairRows):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "lessons",
+        data: Data = "lessons",
         prompt: str = "prompt",
         chosen: str = "chosen",
         rejected: str = "rejected",
@@ -81,7 +77,7 @@ class Preference(FrozenTask, PairRows):
         margin: float = 1.0,
         store: str | None = None,
         pack: Literal["packed", "padded"] = "packed",
-        **rows: Any,
+        **settings: Any,
     ) -> None:
         # Check the settings of the loss before any data is read.
         self.kind = loss
@@ -96,10 +92,13 @@ class Preference(FrozenTask, PairRows):
                 f"task.label_smoothing {label_smoothing} must be at least 0 and below 0.5, the "
                 "share of pairs whose answers are swapped"
             )
-        packed = is_packed(pack, "packed", "padded")
-        columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-        super().__init__(data, columns, packed=packed, **rows)
-        self.sample_weight = None if packed else 1.0
+        super().__init__(
+            data,
+            {"prompt": prompt, "chosen": chosen, "rejected": rejected},
+            PairSettings(**settings),
+            packed=is_packed(pack, "packed", "padded"),
+        )
+        self.sample_weight = None if self.packed else 1.0
 
         # Let a run compute what the reference says about each token of each side.
         self._frozen: FrozenModel | None = None
@@ -114,34 +113,68 @@ class Preference(FrozenTask, PairRows):
                 zero=".lora_B.",
                 adds=".lora_",
             )
-            for name, pairs in self.pairs.items():
-                self._frozen.outputs[name] = pairs.freeze()
+            for name, samples in self.samples.items():
+                self._frozen.outputs[name] = samples.freeze(RECORD, targets=False)
             self._data_notes.append(self._frozen.note)
 
     def frozen_model(self) -> FrozenModel | None:
         return self._frozen
 
-    def samples_of(self, data: str, *, labelled: bool) -> Any:
-        pairs = self.new_pairs(data)
+    def samples_of(self, data: str, *, labelled: bool) -> Samples:
+        samples = super().samples_of(data, labelled=labelled)
+        self.samples["data"] = samples
         if self._frozen:
-            self._frozen.outputs["data"] = pairs.freeze()
-        return pairs
+            self._frozen.outputs["data"] = samples.freeze(RECORD, targets=False)
+        return samples
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        # Only training samples are packed: lists of pairs.
-        if isinstance(samples[0][0], list):
-            return collated_pairs(samples, width=2 * self.length, most=self._max_documents)
-        return collated_pairs(samples)
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """Return pairs as one batch: two rows each, or two documents of a packed row each.
+
+        ``reference`` has the frozen log-probabilities, (rows, width, 2) in float32, 0 where no
+        token is a target. A number is the sum of both, which runs in float64 add exactly: no GPU of
+        Apple has float64.
+        """
+        batch = collated(samples, width=2 * self.length, most=self._max_documents)
+        if samples[0].records:
+            values = np.zeros((*batch["target"].shape, 2), dtype=np.float32)
+            logp = records_of_targets(samples)["logp"]
+            rounded = logp.astype(np.float32)
+            values[batch["target"] != IGNORE] = np.stack([rounded, logp - rounded], axis=1)
+            batch["reference"] = torch.from_numpy(values)
+        return batch
+
+    def _answer_sums(self, values: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sums of a value of each token over both sides of each pair.
+
+        They are deterministic: without atomic additions, and without matrix products (TF32).
+
+        Args:
+            values: (rows, width).
+            batch: of ``collate``.
+
+        Returns:
+            Two tensors (pairs,). Packed rows have equally many pairs; an empty place has no
+            targets.
+        """
+        if "document" in batch:
+            document = batch["document"] - batch["document"][:, :1]
+            numbers = torch.arange(self._max_documents, device=document.device)
+            is_inside = document[:, None] == numbers[:, None]
+            values = (values[:, None] * is_inside).flatten(0, 1)
+        sums = values.sum(-1)
+        return sums[0::2], sums[1::2]
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return pair_mask(batch).sum().to(torch.float32)
+        is_target = batch["target"] != IGNORE
+        return (self._answer_sums(is_target, batch)[0] > 0).sum().to(torch.float32)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         # Sum the log-probabilities of both answers of each pair.
         logp = -self.token_losses(model, batch)
         is_target = (batch["target"] != IGNORE).to(logp.dtype)
-        chosen, rejected = answer_sums(logp, batch)
-        tokens = [count.clamp(min=1) for count in answer_sums(is_target, batch)]
+        chosen, rejected = self._answer_sums(logp, batch)
+        counts = self._answer_sums(is_target, batch)
+        tokens = [count.clamp(min=1) for count in counts]
         values = {"chosen_logp": chosen, "rejected_logp": rejected}
 
         # Compare them with those of the reference, or their means.
@@ -151,22 +184,23 @@ class Preference(FrozenTask, PairRows):
         rewards = (chosen, rejected)
         if self._frozen:
             reference = batch["reference"].to(logp.dtype).sum(-1) * is_target
-            of_reference = answer_sums(reference, batch)
+            of_reference = self._answer_sums(reference, batch)
             if self.average:
                 of_reference = (of_reference[0] / tokens[0], of_reference[1] / tokens[1])
             rewards = (chosen - of_reference[0], rejected - of_reference[1])
             moved = losses.divergence_of_answer(logp.detach() - reference) * is_target
-            values["kl"] = sum(answer_sums(moved, batch)) / (tokens[0] + tokens[1])
+            values["kl"] = sum(self._answer_sums(moved, batch)) / (tokens[0] + tokens[1])
         each = self._each(chosen, rejected, rewards[0] - rewards[1])
 
         # An empty place of a packed row counts nothing.
-        mask = pair_mask(batch)
+        mask = counts[0] > 0
         each = torch.where(mask, each, 0.0)
         values["chosen_reward"] = self.beta * rewards[0]
         values["rejected_reward"] = self.beta * rewards[1]
         values["reward_margin"] = self.beta * (rewards[0] - rewards[1])
         values["reward_accuracy"] = (rewards[0] > rewards[1]).to(logp.dtype)
-        return each.sum(), self._outputs(model, batch, values, each, mask)
+        outputs = pair_outputs(batch, values, each, mask, training=model.training)
+        return each.sum(), outputs
 
     def _each(self, chosen: Tensor, rejected: Tensor, apart: Tensor) -> Tensor:
         """Return the loss of each pair."""
@@ -184,9 +218,9 @@ class Preference(FrozenTask, PairRows):
             return losses.orpo(chosen, rejected, beta=beta)
         return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
-    def metrics(self) -> PairSums:  # type: ignore[override]
-        known = {name: up for name, up in METRICS.items() if name != "kl" or self._frozen}
-        return PairSums(known)
+    def metrics(self) -> Means:  # type: ignore[override]
+        names = ("chosen_logp", "rejected_logp", *(("kl",) if self._frozen else ()))
+        return Means(METRICS | dict.fromkeys(names))
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -196,8 +230,8 @@ class Preference(FrozenTask, PairRows):
 
     def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
         """Return a batch of documents, in which each token with a next one has a target."""
-        stored = self.pairs[name].documents
-        return collated([token_ids(stored[number]) for number in documents])
+        samples = self.samples[name]
+        return collated([Sample([token_ids(samples.document(number))]) for number in documents])
 
     def _log_probabilities(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of each document of a batch."""

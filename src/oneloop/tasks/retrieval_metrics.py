@@ -1,12 +1,12 @@
 """Retrieval metrics: recall@k and mean reciprocal rank of the right document."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.light_metrics import RowSums
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.row_blocks import row_blocks
 
 _NAMES = (
@@ -41,7 +41,7 @@ class _Groups:
         return self.is_first & ~right[:, self.kinds]
 
 
-class Retrieval(RowSums):
+class Retrieval(Means):
     """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
 
     The same is computed in the other direction (``reverse_…``). A document that is as similar as
@@ -58,7 +58,9 @@ class Retrieval(RowSums):
         super().__init__(dict.fromkeys(names, True))
         self.group = group
 
-    def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
+    def update(  # type: ignore[override]
+        self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()
+    ) -> None:
         """Add a set of pairs: query and right document have the same index.
 
         Call it with the whole set.
@@ -70,15 +72,15 @@ class Retrieval(RowSums):
                 wrong. With ``group`` there are two: equal texts of queries, and of documents, have
                 equal numbers.
         """
-        sums = self._ranked(queries, documents, ids)
-        reverse = self._ranked(documents, queries, [*ids][::-1])
-        for of_block, of_reverse in zip(sums, reverse, strict=True):
-            self.add([*of_block, *of_reverse])
+        blocks = self._ranked(queries, documents, ids)
+        reverse = self._ranked(documents, queries, [*ids][::-1], prefix="reverse_")
+        for of_block, of_reverse in zip(blocks, reverse, strict=True):
+            super().update({**of_block, **of_reverse})
 
     def _ranked(
-        self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
-    ) -> Iterator[list[Tensor]]:
-        """Yield the sums of a block of queries: of each metric, and their number."""
+        self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor], *, prefix: str = ""
+    ) -> Iterator[Mapping[str, tuple[Tensor, Tensor]]]:
+        """Yield the values and weights of a block of queries, by metric."""
         groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
@@ -94,12 +96,6 @@ class Retrieval(RowSums):
             if groups is not None:
                 before &= groups.counted(rows)
             rank = widest(1 + before.sum(1))
-            in_first = [(rank <= k).sum() for k in (1, 5, 10)]
-            yield [*in_first, (1 / rank).sum(), torch.ones_like(rank).sum()]
-
-    def compute(self) -> dict[str, float]:
-        totals = self.totals()
-        queries = totals.pop()
-        del totals[len(_NAMES)]  # as many queries in the other direction
-        means = [total / queries for total in totals]
-        return dict(zip(self.higher_is_better, means, strict=True))
+            values = {f"{prefix}recall@{k}": rank <= k for k in (1, 5, 10)}
+            values[f"{prefix}mrr"] = 1 / rank
+            yield {name: (value, torch.ones_like(rank)) for name, value in values.items()}

@@ -1,7 +1,7 @@
 """Reward models: a number for each answer, learned from pairs of a chosen and a rejected one."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,48 +12,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.language.answer_rows import AnswerRows, Encode
+from oneloop.tasks.language.answer_rows import NEEDS, Form
 from oneloop.tasks.language.attention import logits_of, near
-from oneloop.tasks.language.chat import Chat
-from oneloop.tasks.language.conversations import column_choices, encoded
+from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.models import load_model, scratch_config
-from oneloop.tasks.language.pair_rows import PairRows
-from oneloop.tasks.language.pair_samples import PaddedPairs
-from oneloop.tasks.language.pair_sums import PairSums
+from oneloop.tasks.language.models import scratch_config
+from oneloop.tasks.language.pair_rows import METRICS, PAIRS, PairSettings, PairTask, pair_outputs
 from oneloop.tasks.language.pairs import encoded_pair
+from oneloop.tasks.language.sequences import HEAD, Sample, Samples, filled
+from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.model_limits import config_of, padding_token
+from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.rows import Row
 
-METRICS = {
-    "reward_accuracy": True,
-    "reward_margin": True,
-    "chosen_reward": None,
-    "rejected_reward": None,
-}
-"""metrics of a pair, and whether a larger value is better"""
 _LABEL = "reward"  # name of the model's output
 _SQUARE = "square"
+ANSWERS = (("messages",), ("prompt", "completion"))
 _SINGLE = {"messages": "messages", "completion": "completion"}
 """columns of rows with one answer, which ``oneloop predict`` reads besides pairs"""
 _ANY_LENGTH = 1 << 30  # tokens
 
 
-class RewardPairs(PaddedPairs):
-    """Pairs with their margins. The rejected side of a single answer is empty."""
-
-    warning = ""
-
-    def __getitem__(self, index: int) -> Any:
-        return (*super().__getitem__(index), float(self.margins[index]))
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample, if its sides are filled up to one length."""
-        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
-
-
-class Reward(PairRows):
+class Reward(PairTask):
     """A reward model: a larger number for the chosen than for the rejected answer of a prompt.
 
     The loss of a pair is that of Bradley and Terry (1952; Ouyang et al. 2022): -log s(chosen reward
@@ -76,23 +57,22 @@ class Reward(PairRows):
     """
 
     # A model without an output layer over the vocabulary has no weights to tie.
-    needs = PairRows.needs | {"margin": "data!=lessons"}
+    needs = NEEDS | {"margin": "data!=lessons"}
     del needs["tied"]
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
-    padded = RewardPairs
-    kinds = tuple((*kind, "margin") for kind in PairRows.kinds)
+    last_is_input = True
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "lessons",
+        data: Data = "lessons",
         prompt: str = "prompt",
         chosen: str = "chosen",
         rejected: str = "rejected",
         margin: str = "",
         centering: float = 0.0,
-        **rows: Any,
+        **settings: Any,
     ) -> None:
         if not 0 <= centering < math.inf:
             raise ValueError(
@@ -101,7 +81,12 @@ class Reward(PairRows):
         self.centering = centering
         columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin}
         super().__init__(
-            data, columns, packed=False, fused_loss=False, router_loss="none", tied=None, **rows
+            data,
+            columns | _SINGLE,
+            PairSettings(fused_loss=False, router_loss="none", tied=None, **settings),
+            packed=False,
+            kinds=[(*kind, "margin") for kind in PAIRS],
+            special={"pad_token": "<|pad|>"},
         )
 
         # Choose the token that fills up shorter texts.
@@ -111,36 +96,18 @@ class Reward(PairRows):
         self.padding, note = _padding_of(self.tokenizer, config)
         self._data_notes += note
 
-    def _new_tokenizer(self, vocab: int) -> Any:
-        tokenizer = super()._new_tokenizer(vocab)
-        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
-        return tokenizer
+    @staticmethod
+    def measure(sizes: NDArray[Any]) -> NDArray[Any]:
+        """Return the input tokens of pairs, whose sides are filled up to one length."""
+        return np.asarray(2 * sizes.max(1))
 
-    def samples_of(self, data: str, *, labelled: bool) -> RewardPairs:
-        pairs, content = self._new_rows(data, labelled=labelled)
-        samples = RewardPairs(pairs, self.length, content)
-        long = int((samples.documents.lengths > self.length).sum())
-        if long:
-            samples.warning = (
-                f"{long:,} answers are longer than {self.length:,} tokens with their prompts: only "
-                "the beginnings have rewards"
-            )
-        return samples
-
-    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
+    def samples_of(self, data: str, *, labelled: bool) -> Samples:
         if labelled:
-            return super()._choices(labelled=True)
+            return super().samples_of(data, labelled=True)
         # A row to predict is a pair, or has one answer.
-        return column_choices({**self.columns, **_SINGLE}, [*PairRows.kinds, *AnswerRows.kinds])
-
-    def _encode(self, *, labelled: bool) -> Encode:
-        if not labelled:
-            return _pair_or_answer
-        # A pair is cut to ``length`` tokens and a last one, which here is an input, too.
-        return partial(super()._encode(labelled=True), length=self.length - 1)
-
-    def _encode_key(self) -> Sequence[Any]:
-        return ["reward", self.length, self.overlong]
+        encode = partial(_pair_or_answer, length=self.length)
+        form = Form([*PAIRS, *ANSWERS], encode, ["predicted reward", self.length])
+        return self._samples("data", *self.rows.tokens(data, form))
 
     def bare_model(self) -> nn.Module:
         """Build or load a model with one output, which knows the padding."""
@@ -152,18 +119,12 @@ class Reward(PairRows):
             made.label2id = {_LABEL: 0}
             model: nn.Module = AutoModelForSequenceClassification.from_config(made)
         else:
-            model, added = load_model(
-                self.name,
+            model = self.load(
                 entries=self.entries,
                 length=self.length,
-                length_key=self.length_key,
-                pretrained=self.pretrained,
-                trust_remote_code=self.trust_remote_code,
-                lora=None if self.adapters is None else self.adapters.settings,
                 kind="AutoModelForSequenceClassification",
                 classes=[_LABEL],
             )
-            self.notes = [*self._data_notes, *added]
         if not isinstance(getattr(model, self.head, None), nn.Linear):
             raise ValueError(
                 f"task.model {self.name!r}: {type(model).__name__} has no linear layer {self.head} "
@@ -205,20 +166,18 @@ class Reward(PairRows):
                 f"{type(model).__name__} is not causal; give a causal language model"
             )
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Return ``input``, (samples, 2 or 1, tokens), filled up on the right, and ``margin``."""
-        sides = 2 if len(samples[0][1]) else 1
+        sides = 2 if len(samples[0].documents[1]) else 1
         texts = []
         for sample in samples:
-            texts += [token_ids(side)[: self.length] for side in sample[:sides]]
-        longest = max(map(len, texts))
-        inputs = np.full((len(texts), longest), self.padding, dtype=np.int64)
-        for row, text in zip(inputs, texts, strict=True):
-            row[: len(text)] = text
+            texts += [token_ids(side) for side in sample.documents[:sides]]
+        inputs = filled(texts, self.padding)
+        bits = np.array([sample.number for sample in samples], np.int32)
         return {
-            "input": torch.from_numpy(inputs.reshape(len(samples), sides, longest)),
-            "margin": torch.tensor([sample[2] for sample in samples], dtype=torch.float32),
-            "padding": torch.tensor(1 - sum(map(len, texts)) / inputs.size),
+            "input": inputs.view(len(samples), sides, -1),
+            "margin": torch.from_numpy(bits.view(np.float32)),
+            "padding": torch.tensor(1 - sum(map(len, texts)) / inputs.numel()),
         }
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -244,7 +203,8 @@ class Reward(PairRows):
             "rejected_reward": rejected,
         }
         mask = torch.ones_like(each, dtype=torch.bool)
-        return each.sum(), self._outputs(model, batch, values, each, mask)
+        outputs = pair_outputs(batch, values, each, mask, training=model.training)
+        return each.sum(), outputs
 
     def metrics(self) -> "RewardSums":  # type: ignore[override]
         return RewardSums()
@@ -259,18 +219,18 @@ class Reward(PairRows):
         return {name: outputs[name].tolist() for name in names}
 
 
-class RewardSums(PairSums):
+class RewardSums(Means):
     """Means of the metrics of pairs; mean and (population) standard deviation of all rewards."""
 
     def __init__(self) -> None:
-        super().__init__({**METRICS, _SQUARE: None})
-        del self.higher_is_better[_SQUARE]
-        self.higher_is_better |= {"reward_mean": None, "reward_std": None}
+        super().__init__({**METRICS, "reward_mean": None, "reward_std": None})
+        self.names = [*METRICS, _SQUARE]
 
-    def update(self, values: Mapping[str, Tensor]) -> None:
-        chosen = widest(values["chosen_reward"])
-        rejected = widest(values["rejected_reward"])
-        super().update({**values, _SQUARE: (chosen**2 + rejected**2) / 2})
+    def update(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        chosen, weight = values["chosen_reward"]
+        rejected, _ = values["rejected_reward"]
+        square = (widest(chosen) ** 2 + widest(rejected) ** 2) / 2
+        super().update({**values, _SQUARE: (square, weight)})
 
     def compute(self) -> dict[str, float]:
         metrics = super().compute()
@@ -289,20 +249,25 @@ def accuracy(apart: Tensor) -> Tensor:
 
 
 def _pair_or_answer(
-    row: Row,
-    columns: Mapping[str, str],
-    tokenizer: Any,
-    chat: Chat | None,
-    flags: Sequence[str] = (),
+    row: Row, columns: Mapping[str, str], *, length: int, **more: Any
 ) -> NDArray[np.int32]:
-    """Return a row as a pair of any length; one answer as a pair whose rejected side is empty.
+    """Return a row as a pair, cut to ``length`` tokens; of one answer the rejected side is empty.
 
-    The arguments, and the error, are those of :func:`encoded_pair`.
+    The other arguments, and the error, are those of :func:`encoded_pair`.
     """
     if columns["chosen"]:
-        return encoded_pair(row, columns, tokenizer, chat, length=_ANY_LENGTH)
-    tokens = encoded(row, columns, tokenizer, chat)
-    return np.concatenate([np.array([len(tokens), 0], np.int32), tokens])
+        pair = encoded_pair(row, columns, **more, length=_ANY_LENGTH)
+        sides = np.split(pair[HEAD:], [pair[0]])
+    else:
+        pair = np.zeros(HEAD, np.int32)
+        sides = [encoded(row, columns, **more), pair[:0]]
+    longest = max(map(len, sides))
+    if longest > length:
+        limit = f"task.length ({length:,} tokens)"
+        remark(f"are longer than {limit}: only the beginnings have rewards", f"{longest:,} tokens")
+    chosen, rejected = (side[:length] for side in sides)
+    head = np.array([len(chosen), pair[1]], np.int32)
+    return np.concatenate([head, chosen, rejected])
 
 
 def _padding_of(tokenizer: Any, config: Any) -> tuple[int, list[str]]:

@@ -1,31 +1,37 @@
 """Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
-from collections.abc import Mapping
-from typing import Any, Literal, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from oneloop.tasks.language.answer_rows import AnswerRows
+from oneloop.tasks.language.answer_rows import (
+    NEEDS,
+    AnswerRows,
+    AnswerSettings,
+    Form,
+    tokenizer_from_scratch,
+)
 from oneloop.tasks.language.completions import end_token_notes, ends_in
+from oneloop.tasks.language.conversations import FLAGS, encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
-from oneloop.tasks.language.kept_texts import first_answer, references
-from oneloop.tasks.language.language_model import is_packed
-from oneloop.tasks.language.message_flags import FLAGS
-from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
-from oneloop.tasks.language.text_metrics import (
-    DEFAULT,
-    check_text_metrics,
-    text_metrics,
-    update_texts,
-)
-from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, ranges
+from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
+from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.rows.cached_arrays import Ragged, remark
+from oneloop.tasks.rows.rows import Row
+
+ANSWERS = (("messages",), ("prompt", "completion"))
+"""keys of each kind of rows with answers, the first choice first"""
 
 
-class SFT(AnswerRows):
+class SFT(WritesTexts, LanguageModel):
     """Fine-tuning on conversations, or on prompts and completions.
 
     The weight of a sample is its number of trained tokens: the assistant's answers with their end
@@ -47,13 +53,13 @@ class SFT(AnswerRows):
             row; the samples of a step have similar lengths).
     """
 
+    needs = NEEDS
     more_columns: Mapping[str, str] = {}  # of a subclass, by key of the task
-    writes = True
-    counts_whole_texts = True
+    more_kinds: Sequence[Sequence[str]] = ()  # of a subclass: keys of other kinds of rows
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "lessons",
+        data: Data = "lessons",
         messages: str = "messages",
         prompt: str = "prompt",
         completion: str = "completion",
@@ -61,42 +67,58 @@ class SFT(AnswerRows):
         answer: int = 64,
         text_metrics: list[str] = [*DEFAULT],  # noqa: B006
         pack: Literal["packed", "padded"] = "packed",
-        **rows: Any,
+        **settings: Any,
     ) -> None:
-        packed = is_packed(pack, "packed", "padded")
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         check_text_metrics(text_metrics)
-        columns = {"messages": messages, "prompt": prompt, "completion": completion}
-        columns |= self.more_columns
-        super().__init__(data, columns, packed=packed, **rows)
+        answers = AnswerSettings(**settings)
+        super().__init__(answers, packed=is_packed(pack, "packed", "padded"))
         self.answer = answer
         self.text_metrics = text_metrics
         self.flags = flags
 
-        # Tokenize all splits of all sources; cut and pack them.
-        texts = self._encoded_sources()
-        samples = []
-        for splits in texts:
-            samples.append({split: self._samples(*text, split) for split, text in splits.items()})
-        self.parts = samples
-        self._use(self._sources, samples)
+        # Open the rows; cut, and pack their tokens.
+        if self.name:
+            self.tokenizer = self.known_tokenizer()
+        else:
+            self.tokenizer = self._new_tokenizer(answers.vocab)
+        self.end = self.tokenizer.eos_token_id
+        columns = {"messages": messages, "prompt": prompt, "completion": completion}
+        columns |= self.more_columns
+        rows = AnswerRows(
+            data, columns, self._form(labelled=True), answers, tokenizer=self.tokenizer
+        )
+        self.rows = rows
+        self.overlong = answers.overlong
+        self._use_rows(rows, self._samples)
+        self._data_notes += end_token_notes(self.ends, self.tokenizer)
+        first = next(iter(self.samples.values()))
+        self._data_notes.append(self._preview(first.document(0)))
 
+    def _new_tokenizer(self, vocab: int) -> Any:
+        """Return the tokenizer of a model from scratch."""
+        return tokenizer_from_scratch(vocab)
+
+    def _form(self, *, labelled: bool) -> Form:
+        """Return which rows are read; without a label, also prompts without answers."""
+        kinds = ANSWERS if labelled else (*ANSWERS, ("prompt",))
+        encode = partial(encoded if labelled else _prompt, flags=self.flags)
+        key = [labelled, *self.flags]
+        if not labelled:
+            encode = partial(encode, length=self.shape.length)
+            key.append(self.shape.length)
+        return Form([*kinds, *self.more_kinds], encode, key)
+
+    def _samples(self, split: str, texts: Ragged, content: Any) -> Samples:
         # Generation stops at the tokens that end answers in the training data.
-        special = {self.end} if self._chat is None else self._chat.special
-        ends = set[int]()
-        for splits in texts:
-            ends |= ends_in(splits["train"][0], special, self.tokenizer)
-        self._ends = sorted(ends)
-        self._data_notes += end_token_notes(self._ends, self.tokenizer)
-        self._data_notes.append(self._preview(samples[0]["train"].spans[0]))
-        self.notes = self._data_notes
-
-    def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:
+        if split == "train":
+            special = {self.end} if self.rows.chat is None else self.rows.chat.special
+            self.ends = sorted({*self.ends, *ends_in(texts, special, self.tokenizer)})
         try:
             return self._spanned(texts, content, split, self.overlong)
         except ValueError as error:
-            raise ValueError(f"{split}: {error} (task.length)") from error
+            raise ValueError(f"{error} (task.length)") from error
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
         """Return a log line with the text of a sample, trained parts in «»."""
@@ -116,28 +138,20 @@ class SFT(AnswerRows):
         share = trained_tokens / (len(sample) - 1)
         return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
 
-    def samples_of(self, data: str, *, labelled: bool) -> Padded:
-        texts, content = self._new_rows(data, labelled=labelled)
+    def samples_of(self, data: str, *, labelled: bool) -> Samples:
+        texts, content = self.rows.tokens(data, self._form(labelled=labelled))
         if labelled:
-            return cast(Padded, self._samples(texts, content, "all"))
-        return Prompts(texts, self.length, content)
+            return self._samples("all", texts, content)
+        # Prompts, one text each, in order; the last token is not an input.
+        return Samples(
+            texts.values, *ranges(texts), content=content, notes=texts.notes, texts=texts.texts
+        )
 
-    def collate(self, samples: list[Any]) -> dict[str, Any]:
-        if isinstance(samples[0], list):
-            return self._collated(samples)
-        # A sample has the text of its answer if the tokens do not give it back.
-        pairs = [sample if isinstance(sample[-1], str) else (sample, "") for sample in samples]
-        tokens, texts = zip(*pairs, strict=True)
-        return {**self._collated([*tokens]), "text": [*texts]}
-
-    def _collated(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return samples without texts as one batch."""
-        return super().collate(samples)
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        while isinstance(sample, tuple):
-            sample = sample[0]
-        return super().show(sample, outputs)
+    def collate(self, samples: list[Sample]) -> dict[str, Any]:
+        batch = super().collate(samples)
+        if not samples[0].is_row:
+            batch["text"] = [sample.text for sample in samples]
+        return batch
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the greedy answer to the tokens before each sample's first target.
@@ -155,16 +169,8 @@ class SFT(AnswerRows):
         prompts = []
         for row, length in zip(batch["input"], lengths.tolist(), strict=True):
             prompts.append(row[:length][count - limit :])
-        made = answered(model, prompts, count, ends=self._ends, decode=self._answer)
+        made = answered(model, prompts, count, ends=self.ends, decode=self._answer)
         return {"prompt": lengths, **made}
-
-    def generated_metrics(self) -> Any:
-        return text_metrics(self.text_metrics)
-
-    def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
-        """Compare each answer with the first answer of its conversation."""
-        decoded = [self._first_answer(target) or "" for target in batch["target"].tolist()]
-        update_texts(metrics, batch, texts, references(batch, decoded))
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.
@@ -173,27 +179,31 @@ class SFT(AnswerRows):
         """
         # Without a reference answer there are no metrics.
         metrics = super().predicted(batch, outputs)
-        rows = zip(
-            batch["input"].tolist(),
-            batch["target"].tolist(),
-            outputs["prompt"].tolist(),
-            outputs["texts"],
-            strict=True,
-        )
         prompts = []
-        answers = []
-        targets = list[str | None]()
-        for tokens, target, length, answer in rows:
+        for tokens, length in zip(batch["input"].tolist(), outputs["prompt"].tolist(), strict=True):
             prompts.append(self.decode(tokens[:length]))
-            answers.append(answer)
-            targets.append(self._first_answer(target))
-        targets = references(batch, targets)
-        return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
+        targets = self._references(batch)
+        return {"prompt": prompts, "answer": outputs["texts"], "target": targets, **metrics}
 
-    def _first_answer(self, target: list[int]) -> str | None:
-        """Return the first trained answer of a sample as text; None if there is none."""
-        tokens = first_answer(target)
-        return self._answer(tokens) if tokens else None
 
-    def _answer(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+def _prompt(row: Row, *, length: int, **more: Any) -> NDArray[np.int32]:
+    """Return the tokens of a row that may have an answer; of a longer prompt only the end is kept.
+
+    The answer is a target; the last token is not an input.
+
+    Args:
+        row: the row.
+        length: maximum number of input tokens.
+        more: other arguments of :func:`oneloop.tasks.language.conversations.encoded`.
+    """
+    tokens = encoded(row, **more, labelled=False)
+    if len(tokens) <= length + 1:
+        return tokens
+    limit = f"{length:,} tokens"
+    kept = "only the end of each prompt is used, without metrics"
+    remark(f"are longer than {limit}: {kept}", f"{len(tokens):,} tokens")
+
+    # Leave out the answer; ~0 stands for the token that is no input.
+    targets = np.flatnonzero(tokens >= 0)
+    end = targets[0] if len(targets) else -1
+    return np.append(tokens[:end][-length:], np.int32(~0))

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.protocol import RECORDED
-from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
-from oneloop.tasks.columns_together import check_together, unlearnable
+from oneloop.tasks.columns import (
+    check_texts,
+    check_together,
+    columns_of,
+    number_of_text,
+    repeated,
+    texts_of,
+    unlearnable,
+)
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.retrieval_metrics import Retrieval

@@ -92,14 +92,13 @@ class TextRows(SplitSets):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            named = named_sources(
+            sources = named_sources(
                 data, columns, unreadable=unreadable, split_by=split_by, stream=stream
             )
-            for source in named:
-                # In a mixture, another source may train a class.
-                one = isinstance(data, str) and self.predicts_classes
-                label = self.target if one else ""
-                sources.append(opened(source, held_out=held_out, window=window, label=label))
+        # In a mixture, another source may train a class.
+        one = isinstance(data, str) and self.predicts_classes
+        for source in sources:
+            opened(source, held_out=held_out, window=window, label=self.target if one else "")
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
         lines = [line for source in sources for line in self._text_notes(source)]
@@ -154,10 +153,10 @@ class TextRows(SplitSets):
         if not self.classes:
             self.classes, numbers = classes_of(sources, self.target, lists=self.words)
             return numbers
-        known = {}
-        for source in sources:
-            known[source.name] = numbers_of(source, self.target, self.classes, lists=self.words)
-        return known
+        return {
+            source.name: numbers_of(source, self.target, self.classes, lists=self.words)
+            for source in sources
+        }
 
     def _sample(self, source: Source, number: Callable[[Any], Any]) -> Callable[[Row], Any]:
         text, second, label = (source.columns[key] for key in ("text", "second", "label"))

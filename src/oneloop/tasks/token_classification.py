@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.class_counts import ClassCounts
-from oneloop.tasks.columns import UNTAGGED, check_words, columns_of, values_of
-from oneloop.tasks.columns_together import check_together
+from oneloop.tasks.columns import UNTAGGED, check_together, check_words, columns_of, values_of
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
-from oneloop.tasks.rows.rows import Row, without
+from oneloop.tasks.rows.rows import Row, drop_rows
 from oneloop.tasks.text_rows import TextRows
 
 _UNTAGGED = -1  # class of a word whose tag is -100
@@ -152,7 +151,7 @@ def _with_tags(source: Source, split: str, rows: Any, column: str) -> Any:
             f"{len(out):,} of {len(rows):,} rows have no tag other than -100 and are left out; the "
             f"first: {rows.where(out[0])}"
         )
-    return without(rows, np.array(out))
+    return drop_rows(rows, np.array(out))
 
 
 def _encoded(

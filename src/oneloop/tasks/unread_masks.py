@@ -6,11 +6,12 @@ With SDPA, transformers reads each mask in each forward, to leave out a mask tha
 a GPU, the host then waits for all work that is queued.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oneloop.tasks.probe import probe
 
 NAME = "sdpa_unread"  # name in transformers' attention registry
 _TOKENS = 8  # of the test
@@ -71,16 +72,9 @@ def _outputs(model: Any) -> Any:
     tokens = torch.arange(2 * _TOKENS, device=parameter.device).view(2, -1) % entries
     mask = torch.ones_like(tokens)
     mask[1, _TOKENS // 2 :] = 0
-    run = partial(model, input_ids=tokens, attention_mask=mask)
+    inputs = {"attention_mask": mask}
     if model.config.is_encoder_decoder:
-        run = partial(run, decoder_input_ids=tokens)
-
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            outputs: Tensor = run()[0]
-    finally:
-        model.train(training)
+        inputs["decoder_input_ids"] = tokens
+    outputs: Tensor = probe(model, tokens, **inputs)[0]
     # What a padded position has is not used.
     return outputs if outputs.ndim < 3 else outputs[:, : _TOKENS // 2]

@@ -6,30 +6,31 @@ The memory is bounded.
 """
 
 import math
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import flattened, printable
+from oneloop.basics.files import flattened
 from oneloop.basics.untrusted import MOST_BYTES, opened, parsed_yaml, read_bytes, read_json
 from oneloop.show.metrics_file import parsed
 
-_LOG = "metrics.jsonl"
+LOG = "metrics.jsonl"
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _MOST_YAML = 1 << 20  # bytes of a YAML file
-_LINES = 1 << 16  # lines kept of a followed run
-EVENTS = 2000  # events kept of a run; some saves are dropped above it
+_EVENTS = 2000  # newest events kept of a run
+_NUMBERS = (float, int)
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
-_AT_ONCE = 1 << 25  # bytes of metrics.jsonl; more new content is only sampled
 
 Point = tuple[int, float]  # step and value
+_STEP, _VALUE = itemgetter(0), itemgetter(1)
 
 
 class Curve:
@@ -43,7 +44,7 @@ class Curve:
     __slots__ = ("_first", "_pending", "_stretches", "_width")
 
     def __init__(self) -> None:
-        self._first: Point | None = None
+        self._first: list[Point] = []
         self._stretches: list[list[Point]] = []
         self._pending: list[Point] = []
         self._width = 1  # points per stretch
@@ -51,12 +52,9 @@ class Curve:
     def add(self, step: int, value: float) -> None:
         """Add a point; steps ascend."""
         self._pending.append((step, value))
-        if len(self._pending) >= self._width:
-            self._end_stretch()
-
-    def _end_stretch(self) -> None:
-        if self._first is None:
-            self._first = self._pending[0]
+        if len(self._pending) < self._width:
+            return
+        self._first = self._first or self._pending
         self._stretches.append(_extremes(self._pending))
         self._pending = []
 
@@ -66,65 +64,35 @@ class Curve:
             self._stretches = [_extremes(one + other) for one, other in pairs]
             self._width *= 2
 
-    @property
-    def last(self) -> float:
-        """Return the newest value; 0 without points."""
-        newest = self._pending or (self._stretches[-1] if self._stretches else [(0, 0.0)])
-        return newest[-1][1]
-
-    def __bool__(self) -> bool:
-        return self._first is not None or bool(self._pending)
-
-    def points(self) -> tuple[list[int], list[float]]:
+    def points(self) -> list[Point]:
         """Return steps and values."""
-        kept: list[Point] = []
-        if self._first is not None:
-            kept.append(self._first)
-        for stretch in self._stretches:
-            kept += stretch
-        if self._pending:
-            kept += [*_extremes(self._pending), self._pending[-1]]
-
-        # The first and the last point may also be an extreme of their stretch.
-        steps: list[int] = []
-        values: list[float] = []
-        before: Point | None = None
-        for point in kept:
-            if point is not before:
-                steps.append(point[0])
-                values.append(point[1])
-            before = point
-        return steps, values
+        # The first point may also be an extreme of its stretch.
+        return [*dict.fromkeys(chain(self._first, *self._stretches, self._pending))]
 
 
 def _extremes(points: list[Point]) -> list[Point]:
     """Return the lowest, the highest and the first non-finite point, in order of steps."""
     if len(points) < 3:
         return points
-    values = [value for _, value in points]
-    low, high = min(values), max(values)
-    # x - x is 0 only if x is finite, and a sum is finite only if all its terms are.
-    if low - low == 0 == high - high and sum(values) - sum(values) == 0:
-        indices = {values.index(low), values.index(high)}
-    else:
-        finite = [index for index, value in enumerate(values) if math.isfinite(value)]
-        indices = {next(index for index, value in enumerate(values) if not math.isfinite(value))}
-        if finite:
-            indices.add(min(finite, key=values.__getitem__))
-            indices.add(max(finite, key=values.__getitem__))
-    return [points[index] for index in sorted(indices)]
+    finite = [point for point in points if math.isfinite(point[1])]
+    extremes = [point for point in points if not math.isfinite(point[1])][:1]
+    if finite:
+        extremes += [min(finite, key=_VALUE), max(finite, key=_VALUE)]
+    return sorted(set(extremes), key=_STEP)
 
 
 @dataclass
 class Record:
     """The recorded content of a run folder."""
 
-    # It reads a whole run once, for the report. Follower reads a growing run again and again, and
     # Lines (metrics_file.py) is the training process's own view, which also writes and repairs.
     name: str
+    folder: Path = Path()
 
     # by metric, and by the evaluated weights (empty: a training metric)
-    curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
+    curves: dict[str, dict[str, Curve]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(Curve))
+    )
 
     # samples trained on and seconds, at the steps of log lines
     along: dict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
@@ -133,8 +101,9 @@ class Record:
     spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     time: float = 0.0  # seconds of training at the last log line
 
-    # events; many saves are thinned out
-    event_lines: list[dict[str, Any]] = field(default_factory=list)
+    # the newest events: saves, resumes and bad steps; and how many of each kind there were
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_EVENTS))
+    event_counts: Counter[str] = field(default_factory=Counter)
     last: int | None = None  # step of the last line
     summary: dict[str, Any] = field(default_factory=dict)  # empty until the run has finished
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -145,61 +114,43 @@ class Record:
         """Add one line of metrics.jsonl."""
         step = self.last = line["step"]
         if "event" in line:
-            self.event_lines.append(line)
-            if len(self.event_lines) > 2 * EVENTS:
-                self._thin_events()
+            self.events.append(line)
+            self.event_counts[str(line["event"])] += 1
             return
         weights = line.get("weights", "")
-        seconds = 0.0  # since the log line before
+        now = number(line.get("time", self.time))
+        seconds = max(0.0, now - self.time)  # since the log line before; 0 if it is not a number
         if "time" in line:
             for axis in ("samples", "time"):
                 value = number(line.get(axis))
                 if math.isfinite(value):
                     self.along[axis].add(step, value)
-            seconds = max(0.0, self.along["time"].last - self.time)
-            self.time = self.along["time"].last
+        if math.isfinite(now):
+            self.time = now
         for name, value in line.items():
-            if "/" not in name:
+            if "/" not in name or (type(value) not in _NUMBERS and value not in _NOT_FINITE):
                 continue
-            if type(value) is not float:  # the usual case, so it is checked first
-                if type(value) is not int and value not in _NOT_FINITE:
-                    continue
-                value = number(value)
-            of = self.curves[name]
-            if weights not in of:
-                of[weights] = Curve()
-            of[weights].add(step, value)
+            value = number(value)
+            self.curves[name][weights].add(step, value)
             if name.startswith("share/") and math.isfinite(value):
                 self.spent[name.removeprefix("share/")] += value * seconds
 
-    def _thin_events(self) -> None:
-        """Drop every second save; if too many events remain, also drop those in the middle."""
-        events = []
-        for index, event in enumerate(self.event_lines):
-            if event["event"] != "save" or index % 2:
-                events.append(event)
-        if len(events) > EVENTS:
-            events = [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
-        self.event_lines = events
-
-    def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric.
+    def points(self, metric: str, weights: str | None = None) -> list[Point]:
+        """Return the points of one metric.
 
         Args:
             metric: its name.
             weights: the evaluated weights; None: the curves of all weights, in order of steps.
         """
-        of = self.curves.get(metric, {})
-        if weights is None:
-            chosen = list(of.values())
-        else:
-            chosen = [of[weights]] if weights in of else []
-        if len(chosen) == 1:
-            return chosen[0].points()
         points: list[Point] = []
-        for one in chosen:
-            points += zip(*one.points(), strict=True)
-        points.sort(key=lambda point: point[0])
+        for name, curve in self.curves.get(metric, {}).items():
+            if weights in (None, name):
+                points += curve.points()
+        return sorted(points, key=_STEP)
+
+    def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
+        """Return steps and values of :meth:`points`."""
+        points = self.points(metric, weights)
         return [step for step, _ in points], [value for _, value in points]
 
     def position(self, axis: str, steps: Sequence[int]) -> list[float]:
@@ -212,14 +163,16 @@ class Record:
         Returns:
             A number for each step; nothing if no line has this axis.
         """
-        known, values = self.along[axis].points()
-        if not known:
+        points = self.along[axis].points()
+        if not points:
             return []
-        return np.interp(steps, [0, *known], [0.0, *values]).tolist()
+        known, values = zip((0, 0.0), *points, strict=True)
+        return [float(value) for value in np.interp(steps, known, values)]
 
-    def metrics(self) -> list[str]:
-        """Return the names of all metrics, in order of appearance."""
-        return list(self.curves)
+    @property
+    def done(self) -> bool:
+        """Return whether the run has ended and cannot continue."""
+        return str(self.summary.get("exit_reason")).startswith(("done", "early stop"))
 
     def weights(self) -> list[str]:
         """Return the names of the evaluated weights: raw, and the EMAs."""
@@ -227,10 +180,6 @@ class Record:
         for of in self.curves.values():
             names.update(dict.fromkeys(filter(None, of)))
         return list(names)
-
-    def events(self) -> list[dict[str, Any]]:
-        """Return the events: saves, resumes and bad steps."""
-        return self.event_lines
 
 
 def entries(value: Any) -> Mapping[str, Any]:
@@ -243,14 +192,12 @@ def number(value: Any) -> float:
 
     NaN and Inf are logged as text.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if isinstance(value, str) and value in _NOT_FINITE:
+    if type(value) not in _NUMBERS and value not in _NOT_FINITE:
+        return math.nan
+    try:
         return float(value)
-    return math.nan
+    except OverflowError:
+        return math.inf
 
 
 def log_lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -259,12 +206,12 @@ def log_lines(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         BadInput: the folder has none, it is not a regular file, or a line is damaged.
     """
-    file = folder / _LOG
+    file = folder / LOG
     try:
         with opened(file) as stream:
             yield from parsed(iter(partial(stream.readline, MOST_BYTES), b""), of=file)
     except OSError as error:
-        raise BadInput(f"{folder} holds no run ({_LOG}: {error.strerror})") from error
+        raise BadInput(f"{folder} holds no run ({LOG}: {error.strerror})") from error
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
@@ -297,6 +244,7 @@ def read_record(folder: Path) -> Record:
     # Only metrics.jsonl must exist: a run in progress lacks other files.
     record = Record(
         name=folder.resolve().name,
+        folder=folder,
         summary=content_of(folder / "summary.json"),
         recipe=content_of(folder / "recipe.yaml", read_yaml),
         environment=content_of(folder / "environment.json"),
@@ -334,90 +282,3 @@ def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
         if len(set(map(str, values))) > 1:
             rows.append((key, *values))
     return rows
-
-
-class Follower:
-    """The lines of a run in progress.
-
-    Each :meth:`read` reads new lines, or all if the file was truncated. The first read of a long
-    file takes samples that are spread over it, and its end.
-    """
-
-    # It keeps lines, and not curves as a Record does: a chart in the terminal shows the newest.
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.lines: list[dict[str, Any]] = []
-        self.sampled = False  # whether there are more lines than these
-        self._file = folder / _LOG
-        self._read = 0  # bytes
-        self._tail = b""  # the last bytes that were read
-
-    def read(self) -> bool:
-        """Read new lines; return whether there are any lines yet. Raise BadInput for damage."""
-        try:
-            with opened(self._file) as file:
-                file.seek(self._read - len(self._tail))
-                if file.read(len(self._tail)) != self._tail:  # a resume has truncated the file
-                    file.seek(0)
-                    self.lines = []
-                    self.sampled = False
-                    self._read = 0
-                    self._tail = b""
-                size = file.seek(0, 2)
-                if size - self._read > _AT_ONCE:
-                    self._sample(file, size)
-                file.seek(self._read)
-                new = file.read()
-        except OSError:
-            return bool(self.lines)
-
-        # Leave an incomplete last line to the next read.
-        whole = new[: new.rfind(b"\n") + 1]
-        self._read += len(whole)
-        self._tail = (self._tail + whole)[-256:]
-        self.lines += parsed(whole.splitlines(keepends=True), of=self._file)
-        if len(self.lines) > _LINES:  # drop every second line, except the newest
-            self.lines = self.lines[:-1000:2] + self.lines[-1000:]
-            self.sampled = True
-        return bool(self.lines)
-
-    def _sample(self, file: Any, size: int) -> None:
-        """Read some lines at a hundred positions of the unread part.
-
-        The last megabyte is left to the caller.
-        """
-        end = size - (1 << 20)
-        for part in range(100):
-            file.seek(self._read + part * (end - self._read) // 100)
-            block = file.read(1 << 14)
-            if part:
-                block = block[block.find(b"\n") + 1 :]
-            complete = block[: block.rfind(b"\n") + 1].splitlines(keepends=True)
-            self.lines += parsed(complete, of=self._file)
-        file.seek(end)
-        self._read = end + len(file.readline())
-        self._tail = b""
-        self.sampled = True
-
-    @property
-    def has_metrics(self) -> bool:
-        """Return whether a line with metrics was read."""
-        return any("/" in name for line in self.lines for name in line)
-
-    @property
-    def exit_reason(self) -> str:
-        """Return why the run has ended; empty while it trains."""
-        return printable(content_of(self.folder / "summary.json").get("exit_reason", ""))
-
-    @property
-    def done(self) -> bool:
-        """Return whether the run has ended and cannot continue."""
-        return self.exit_reason.startswith(("done", "early stop"))
-
-    @property
-    def age(self) -> float:
-        """Return the seconds since the last line."""
-        try:
-            return time.time() - self._file.stat().st_mtime
-        except OSError:
-            return 0.0

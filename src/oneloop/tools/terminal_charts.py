@@ -87,7 +87,6 @@ def chart(
     head: str,
     width: int,
     height: int,
-    named: bool = True,
 ) -> RenderableType:
     """Return a chart of curves below a legend. The n-th one has the n-th of :data:`COLOURS`.
 
@@ -96,7 +95,6 @@ def chart(
         head: text before the legend.
         width: columns, with the axis.
         height: lines inside the axes.
-        named: whether the legend names the curves.
     """
     legend = Text(printable(head))
     curves: list[PlotCurve] = []
@@ -105,8 +103,7 @@ def chart(
         if finite:
             steps, values = zip(*finite, strict=True)
             curves.append((steps, values, colour))
-            if named:
-                legend.append(f"━ {printable(name)}  ", style=colour)
+            legend.append(f"━ {printable(name)}  ", style=colour)
     if not curves:
         return Text(f"{printable(head)} no metrics", style="dim")
     legend.append("(by step)", style="dim")

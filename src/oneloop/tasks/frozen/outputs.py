@@ -8,9 +8,7 @@ They are in a folder of files, one for each range of documents, each with a chec
 """
 
 from bisect import bisect
-from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +49,27 @@ class FrozenOutputs:
         self.lengths = np.asarray(lengths, dtype=np.int64)
         self.content = content
         self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))  # first record of each
+        number = (np.cumsum(self.lengths) - 1) // POSITIONS
+        firsts = np.unique(number, return_index=True)[1]
+        self._edges = [*firsts.tolist(), len(self)]  # where the ranges begin and end
         self.folder: Path | None = None  # it has the file of every range
         self.are_placeholders = False  # whether they are zeros without a folder
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @cached_property
+    @property
     def ranges(self) -> list[range]:
         """The documents of each range.
 
         They depend on the lengths alone, so that a range is the same on any number of processes.
         """
-        number = (np.cumsum(self.lengths) - 1) // POSITIONS
-        edges = [*np.flatnonzero(np.diff(number, prepend=-1)).tolist(), len(self)]
-        return [range(first, stop) for first, stop in pairwise(edges)]
+        return [range(first, stop) for first, stop in pairwise(self._edges)]
+
+    @property
+    def most_batches(self) -> int:
+        """The largest number of forwards of a range."""
+        return max(len(self.batches(number)) for number in range(len(self.ranges)))
 
     def batches(self, number: int) -> list[list[int]]:
         """Return the documents of each forward of a range: of similar lengths.
@@ -76,12 +80,10 @@ class FrozenOutputs:
         lengths = self.lengths[documents.start : documents.stop]
         order = np.argsort(-lengths, kind="stable")
         batches = []
-        start = 0
-        while start < len(order):
-            longest = int(lengths[order[start]])
-            count = max(1, _TOKENS // longest)
-            batches.append([documents.start + int(at) for at in order[start : start + count]])
-            start += count
+        while len(order):
+            count = max(1, _TOKENS // int(lengths[order[0]]))
+            batches.append([documents[at] for at in order[:count]])
+            order = order[count:]
         return batches
 
     def size(self, documents: range) -> int:
@@ -106,8 +108,8 @@ class FrozenOutputs:
             )
 
         # Read at the fixed offset of the document in the file of its range.
-        number = bisect(self.ranges, document, key=attrgetter("start")) - 1
-        before = self.size(range(self.ranges[number].start, document))
+        number = bisect(self._edges, document) - 1
+        before = self.size(range(self._edges[number], document))
         file = self.folder / _name(number)
         try:
             offset = before * self.record.itemsize

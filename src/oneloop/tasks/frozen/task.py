@@ -28,8 +28,7 @@ from oneloop.task_protocol.user_code import source_hash, sources
 from oneloop.tasks.frozen.outputs import FrozenOutputs
 from oneloop.tasks.rows.cache import key_of
 
-_NOT_OF_CONFIG = ("transformers_version", "dtype", "torch_dtype", "use_cache", "architectures")
-"""keys of a config of transformers that do not change the outputs"""
+_Range = tuple[str, int]  # name of the outputs, and number of the range
 
 
 @dataclass
@@ -66,6 +65,7 @@ class FrozenModel:
     adds: str = ""
 
     expected: Any = field(default=None, init=False)  # ``content`` in the checkpoint of a run
+    is_tried: bool = field(default=False, init=False)  # whether the outputs are placeholders
 
     def __post_init__(self) -> None:
         if self.address and "://" in self.address:
@@ -82,11 +82,6 @@ class FrozenModel:
             size += outputs.size(range(len(outputs))) * outputs.record.itemsize
         where = self.address or "the cache of this host"
         return f"{self.role}: its outputs, {size / 1e6:,.1f} MB, are computed once, in {where}"
-
-    @property
-    def is_tried(self) -> bool:
-        """Whether the outputs are placeholders."""
-        return any(outputs.are_placeholders for outputs in self.outputs.values())
 
     def check(self, content: Any) -> None:
         """Raise ValueError if these are not the weights of the frozen model."""
@@ -143,8 +138,9 @@ class FrozenTask:
         frozen = self.frozen_model()
         if frozen is None:
             return
+        frozen.is_tried = run is None
         for outputs in frozen.outputs.values():
-            outputs.are_placeholders = run is None
+            outputs.are_placeholders = frozen.is_tried
         if run is None:
             return
 
@@ -155,26 +151,28 @@ class FrozenTask:
 
         # Which ranges are missing? All processes look before one of them writes.
         folders = _folders(self, frozen, model, run)
-        missing = []
-        for name, folder in folders.items():
-            outputs = frozen.outputs[name]
-            for number in range(len(outputs.ranges)):
-                BEATS.beat()
-                if not outputs.is_stored(number, folder):
-                    missing.append((name, number))
+
+        def is_missing(item: _Range) -> bool:
+            BEATS.beat()
+            name, number = item
+            return not frozen.outputs[name].is_stored(number, folders[name])
+
+        ranges = []
+        for name in folders:
+            ranges += [(name, number) for number in range(len(frozen.outputs[name].ranges))]
+        missing = [*filter(is_missing, ranges)]
 
         # Compute them. A host that does not share the folder still lacks those of the others.
         share = run.share(missing)
         if share:
             _compute(self, frozen, share, folders, run)
         run.barrier()
-        for name, number in missing:
-            if not frozen.outputs[name].is_stored(number, folders[name]):
-                raise BadInput(
-                    f"{folders[name]} lacks outputs of {frozen.role} that another process has "
-                    "computed, because the hosts do not share it; name a shared folder with "
-                    "task.store"
-                )
+        for name, _ in filter(is_missing, missing):
+            raise BadInput(
+                f"{folders[name]} lacks outputs of {frozen.role} that another process has "
+                "computed, because the hosts do not share it; name a shared folder with "
+                "task.store"
+            )
         for name, folder in folders.items():
             frozen.outputs[name].folder = folder
 
@@ -206,7 +204,7 @@ def _weights(task: FrozenTask, frozen: FrozenModel, model: nn.Module) -> dict[st
 def _compute(
     task: FrozenTask,
     frozen: FrozenModel,
-    share: Sequence[tuple[str, int]],
+    share: Sequence[_Range],
     folders: Mapping[str, Path],
     run: Any,
 ) -> None:
@@ -217,14 +215,12 @@ def _compute(
     else:
         model = run.prepare(frozen.build().requires_grad_(False))
     model.eval()
+    device = next(model.parameters()).device
 
     # FSDP2 needs equally many forwards on all processes: some repeat theirs.
     forwards = 0
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        for name in folders:
-            outputs = frozen.outputs[name]
-            for number in range(len(outputs.ranges)):
-                forwards = max(forwards, len(outputs.batches(number)))
+        forwards = max(frozen.outputs[name].most_batches for name in folders)
 
     # Compiled code is not used: each length would be another compilation.
     eager = torch.compiler.set_stance("force_eager")
@@ -234,11 +230,29 @@ def _compute(
             batches = outputs.batches(number)
             records: dict[int, NDArray[Any]] = {}
             for at in range(forwards or len(batches)):
-                records.update(_records(frozen, name, batches[at % len(batches)], model))
+                documents = batches[at % len(batches)]
+                batch = frozen.batch(name, documents)
+                on_device = {key: tensor.to(device) for key, tensor in batch.items()}
+                computed = frozen.compute(model, on_device)
+                records.update(zip(documents, computed, strict=True))
                 BEATS.beat()
 
             # Write the range in the order of its documents.
-            ordered = [records[document] for document in outputs.ranges[number]]
+            ordered = []
+            for document in outputs.ranges[number]:
+                values = records[document]
+                ordered.append(values)
+                expected = outputs.size(range(document, document + 1))
+                if len(values) != expected or values.dtype != outputs.record:
+                    raise ValueError(
+                        f"{frozen.role}: {len(values)} records of {values.dtype} for document "
+                        f"{document} of {name}, expected {expected} of {outputs.record}"
+                    )
+                if any(np.isnan(values[key]).any() for key in outputs.record.names or ()):
+                    raise ValueError(
+                        f"{frozen.role} computes NaN for document {document} of {name}; check its "
+                        "weights and precision"
+                    )
             with writing(folders[name], "make room, or name another folder with task.store"):
                 outputs.write(np.concatenate(ordered), number, folders[name])
             bar.advance()
@@ -270,9 +284,7 @@ def _folders(task: FrozenTask, frozen: FrozenModel, model: nn.Module, run: Any) 
         config: Any = getattr(model, "config", None)
         if hasattr(config, "to_dict"):
             parts.append(getattr(config, "_attn_implementation", None))
-            for key, value in config.to_dict().items():
-                if not key.startswith("_") and key not in _NOT_OF_CONFIG:
-                    parts.append([key, value])
+            parts.append(config.to_dict() | {"_name_or_path": None})
 
     folders = {}
     for name, outputs in frozen.outputs.items():
@@ -282,28 +294,3 @@ def _folders(task: FrozenTask, frozen: FrozenModel, model: nn.Module, run: Any) 
             with writing(folders[name], "name another folder with task.store"):
                 folders[name].mkdir(parents=True, exist_ok=True)
     return folders
-
-
-def _records(
-    frozen: FrozenModel, name: str, documents: Sequence[int], model: nn.Module
-) -> dict[int, NDArray[Any]]:
-    """Return the records of each document. Raise ValueError if they are not as expected."""
-    device = next(model.parameters()).device
-    batch = frozen.batch(name, documents)
-    on_device = {key: tensor.to(device) for key, tensor in batch.items()}
-    made = dict(zip(documents, frozen.compute(model, on_device), strict=True))
-    outputs = frozen.outputs[name]
-    for document, records in made.items():
-        expected = outputs.size(range(document, document + 1))
-        if len(records) != expected or records.dtype != outputs.record:
-            raise ValueError(
-                f"{frozen.role}: {len(records)} records of {records.dtype} for document "
-                f"{document} of {name}, expected {expected} of {outputs.record}"
-            )
-        for key in outputs.record.names or ():
-            if records.dtype[key].kind == "f" and np.isnan(records[key]).any():
-                raise ValueError(
-                    f"{frozen.role} computes NaN for document {document} of {name}; check its "
-                    "weights and precision"
-                )
-    return made

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from oneloop.basics.tensors import capability
+from oneloop.tasks.probe import probe
 from oneloop.tasks.unread_masks import unread_mask
 
 NAME = "within_documents"  # name in transformers' attention registry
@@ -312,14 +313,8 @@ def logits_of(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
         tokens: rows of tokens.
         inputs: more inputs of the model.
     """
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits
-            return logits
-    finally:
-        model.train(training)
+    logits: Tensor = probe(model, tokens, use_cache=False, **inputs).logits
+    return logits
 
 
 def check_documents(

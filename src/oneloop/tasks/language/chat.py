@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from oneloop.tasks.language.completions import first_ending_after, first_starting_at, with_offsets
 from oneloop.tasks.language.kept_texts import keep_text
-from oneloop.tasks.language.tool_calls import CallForm, call_form
 from oneloop.tasks.language.unwritten_texts import check_written
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -103,11 +102,6 @@ class Chat:
                     "with"
                 )
 
-    @cached_property
-    def call_form(self) -> CallForm:
-        """The form in which the template needs tool calls."""
-        return call_form(self.render)
-
     @property
     def marked(self) -> bool:
         """Whether the template marks the assistant's tokens with ``{% generation %}`` tags."""
@@ -117,8 +111,7 @@ class Chat:
         """Return a conversation as text.
 
         Args:
-            messages: messages with role and content, in transformers' format, with tool calls in
-                the template's form.
+            messages: messages with role and content, in transformers' format.
             tools: JSON schemas for the template.
             prompt: add the start of the assistant's next turn.
         """
@@ -126,7 +119,6 @@ class Chat:
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
         """Return the tokens of a conversation that the assistant should answer."""
-        messages = self.call_form.converted(messages)
         render = partial(self.render, prompt=True)
         text = render(messages, tools)
         check_written(text, messages, tools, render)
@@ -153,7 +145,6 @@ class Chat:
                 a special token.
         """
         # Find the character ranges that are trained.
-        messages = self.call_form.converted(messages)
         text, spans = self._rendered(messages, tools, marks=self.marked)
         check_written(text, messages, tools, self.render)
         if not self.marked:
@@ -208,6 +199,8 @@ class Chat:
             why = " ".join(str(error).split())
             if not isinstance(error, jinja2.TemplateError):
                 why = f"{type(error).__name__}: {why}"
+            if any(message.get("tool_calls") for message in messages):
+                why += " (arguments of tool calls are objects: write them with the filter tojson)"
             raise ValueError(f"the chat template raised an error: {why}") from error
         if not marks:
             return texts[0], []

@@ -7,11 +7,12 @@
 >>> losses = model(input_ids=tokens, target=target, apart=True)  # losses.each is differentiable
 
 The forward also computes the gradients, while the logits of a chunk exist (as in Liger, Hsu et al.
-2024).
+2024). With ``apart`` the factor of each loss is known only in the backward, because it depends on
+the losses of other tokens (the log-probability of a whole answer). So the backward computes the
+logits of each chunk again: one matrix product more.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -25,20 +26,17 @@ from oneloop.tasks.language.logit_chunks import (
     Change,
     add_product,
     after,
-    gradients_for,
-    in_dtype,
-    in_dtype_of,
     losses_of_a_chunk,
     product_dtype,
     tokens_of_a_chunk,
     without_autocast,
 )
-from oneloop.tasks.language.token_losses import token_losses
+from oneloop.tasks.probe import probe
 
-# Names in configs of transformers of what a model does to its logits.
+# Names in configs of transformers of what a model does to its logits: a cap, or a factor and its
+# exponent.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-_FACTORS = ("logit_scale", "lm_head_multiplier")
-_DIVISORS = ("logits_scaling",)
+_FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
 
 
@@ -46,8 +44,8 @@ class Losses(NamedTuple):
     """Losses of the targets; ignored targets have 0 and False.
 
     Attributes:
-        total: sum of the losses; differentiable.
-        each: loss of each target; detached, unless the model was called with ``apart``.
+        total: sum of the losses; differentiable, except with ``apart``.
+        each: loss of each target; differentiable only with ``apart``.
         right: whether the target has the largest logit; None if it was not wanted.
     """
 
@@ -66,8 +64,9 @@ def chunked_cross_entropy(
     change: Change | None = None,
     entries: int | None = None,
     right: bool = True,
+    apart: bool = False,
 ) -> Losses:
-    """Return the summed cross-entropy of ``change(hidden @ weight.T + bias)``.
+    """Return the cross-entropy of ``change(hidden @ weight.T + bias)``.
 
     Matrix products use the autocast dtype; the loss of half-precision logits is computed in
     float32.
@@ -83,6 +82,7 @@ def chunked_cross_entropy(
         entries: maximum number of logits in memory; None: 2^24 on a CPU; on a GPU, which reads and
             writes the weight's gradient for each chunk, 2^27, and 2^29 if it is compiled.
         right: whether to find out which targets have the largest logit.
+        apart: make the loss of each target differentiable, and not the sum.
 
     Raises:
         ValueError: the products are in float16, in which small gradients of the logits underflow.
@@ -92,9 +92,7 @@ def chunked_cross_entropy(
             "the loss without logits does not work in fp16: small gradients of the logits "
             "underflow in fp16; use bf16, or task.fused_loss false"
         )
-    # Grad mode is off inside of forward, so read it here.
-    differentiable = torch.is_grad_enabled()
-    total, each, found = _Chunked.apply(
+    total, each, largest = _Chunked.apply(
         hidden,
         weight,
         bias,
@@ -103,9 +101,10 @@ def chunked_cross_entropy(
         change,
         tokens_of_a_chunk(hidden, len(weight), entries, change),
         right,
-        differentiable,
+        # Grad mode is off inside of forward, so read it here.
+        torch.is_grad_enabled() and not apart,
     )
-    return Losses(total, each, found if right else None)
+    return Losses(total, each, largest if right else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -120,82 +119,124 @@ class _Chunked(torch.autograd.Function):
         change: Change | None,
         size: int,
         wants_right: bool,
-        differentiable: bool,
+        with_slopes: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # Decide which gradients are needed, and in which precision they are computed and summed.
-        needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
-        dtype = product_dtype(hidden)
-        exact = torch.promote_types(dtype, torch.float32)
-
-        # Allocate the results, and the gradients that are needed.
-        each = torch.empty(target.shape, dtype=exact, device=hidden.device)
-        found = target.shape if wants_right else (0,)
-        right = torch.empty(found, dtype=torch.bool, device=hidden.device)
-        hidden_slopes, weight_slopes, bias_slopes = gradients_for(
-            hidden, weight, bias, needs, exact
-        )
-
-        # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
-        layer_weight, layer_bias = in_dtype(weight, bias, dtype)
-
-        # Compute the loss of one chunk of tokens after the other.
-        done: list[Tensor] = []  # results of the chunk before
-        with without_autocast(hidden):
-            # torch.compile guards on this count, not on the tokens.
-            for number in range(-(-len(hidden) // size)):
-                part = slice(number * size, (number + 1) * size)
-                states = hidden[part].detach().to(dtype)
-                if done and torch.compiler.is_compiling():
-                    states = after(states, done)
-                targets = target[part]
-                logits = F.linear(states, layer_weight, layer_bias)
-                losses, largest, slopes = losses_of_a_chunk(
-                    logits, targets, ignore, change, slopes=any(needs), largest=wants_right
-                )
-                each[part] = losses
-                done = [losses]
-                if largest is not None:
-                    right[part] = (largest == targets) & (targets != ignore)
-                    done.append(largest)
-                del logits  # before the products below allocate memory
-
-                # Run the output layer's backward, while the gradient of these logits exists.
-                if slopes is None:
-                    continue
-                if hidden_slopes is not None:
-                    product = slopes @ layer_weight
-                    hidden_slopes[part] = product
-                    done.append(product)
-                if weight_slopes is not None:
-                    add_product(weight_slopes, slopes, states)
-                    done.append(weight_slopes)
-                if bias_slopes is not None:
-                    bias_slopes += slopes.sum(0, dtype=exact)
-                    done.append(bias_slopes)
-
-        # Round the sums over all chunks once, to the dtypes of the parameters.
-        ctx.mark_non_differentiable(each, right)
-        ctx.save_for_backward(
-            hidden_slopes,
-            in_dtype_of(weight, weight_slopes),
-            in_dtype_of(bias, bias_slopes),
-        )
-        return each.sum(), each, right
+        ctx.with_slopes = with_slopes
+        ctx.how = (ignore, change, size, product_dtype(hidden))
+        inputs = (hidden, weight, bias, target)
+        needs = [with_slopes and need for need in ctx.needs_input_grad[:3]]
+        each, right, slopes = _in_chunks(*inputs, *ctx.how, needs=needs, wants_right=wants_right)
+        total = each.sum()
+        ctx.mark_non_differentiable(each if with_slopes else total, right)
+        ctx.save_for_backward(*(slopes if with_slopes else inputs))
+        return total, each, right
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, slope: Tensor, factors: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         """Scale in place, because a copy of the weight's gradient is large.
 
         torch rejects a second backward.
         """
-        scaled: list[Tensor | None] = []
-        for saved in ctx.saved_tensors:
-            if saved is not None:
-                saved.mul_(slope)
-            scaled.append(saved)
+        if ctx.with_slopes:
+            slopes = list(ctx.saved_tensors)
+            for saved in slopes:
+                if saved is not None:
+                    saved.mul_(slope)
+        else:
+            needs = ctx.needs_input_grad[:3]
+            _, _, slopes = _in_chunks(*ctx.saved_tensors, *ctx.how, needs=needs, factors=factors)
         # The other six arguments of forward have no gradient.
-        return (*scaled, None, None, None, None, None, None)
+        return (*slopes, None, None, None, None, None, None)
+
+
+def _in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    ignore: int,
+    change: Change | None,
+    size: int,
+    dtype: torch.dtype,
+    *,
+    needs: Sequence[bool],
+    wants_right: bool = False,
+    factors: Tensor | None = None,
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Return the losses, which targets have the largest logit, and the gradients of three tensors.
+
+    Args:
+        hidden: see :func:`chunked_cross_entropy`, as the other tensors.
+        weight: of the output layer.
+        bias: of the output layer.
+        target: the targets.
+        ignore: value of ignored targets.
+        change: what the model applies to the logits.
+        size: number of tokens of a chunk.
+        dtype: dtype of the matrix products.
+        needs: whether the gradients of ``hidden``, ``weight`` and ``bias`` are needed.
+        wants_right: whether to find the largest logits.
+        factors: factor of each token's gradient; None: 1.
+    """
+    # Allocate the results, and the gradients that are needed, which are summed in float32 at least.
+    exact = torch.promote_types(dtype, torch.float32)
+    device = hidden.device
+    each = torch.empty(target.shape, dtype=exact, device=device)
+    right = torch.empty(target.shape if wants_right else (0,), dtype=torch.bool, device=device)
+    hidden_slopes = torch.empty_like(hidden) if needs[0] else None
+    weight_slopes = torch.zeros_like(weight, dtype=exact) if needs[1] else None
+    bias_slopes = None
+    if bias is not None and needs[2]:
+        bias_slopes = torch.zeros_like(bias, dtype=exact)
+
+    # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
+    layer_weight = weight.detach().to(dtype)
+    layer_bias = None if bias is None else bias.detach().to(dtype)
+
+    # Compute the loss of one chunk of tokens after the other.
+    done: list[Tensor] = []  # results of the chunk before
+    with without_autocast(hidden):
+        # torch.compile guards on this count, not on the tokens.
+        for number in range(-(-len(hidden) // size)):
+            part = slice(number * size, (number + 1) * size)
+            states = hidden[part].detach().to(dtype)
+            if done and torch.compiler.is_compiling():
+                states = after(states, done)
+            targets = target[part]
+            logits = F.linear(states, layer_weight, layer_bias)
+            losses, largest, slopes = losses_of_a_chunk(
+                logits, targets, ignore, change, slopes=any(needs), largest=wants_right
+            )
+            each[part] = losses
+            done = [losses]
+            if largest is not None:
+                right[part] = (largest == targets) & (targets != ignore)
+                done.append(largest)
+            del logits  # before the products below allocate memory
+
+            # Run the output layer's backward, while the gradient of these logits exists.
+            if slopes is None:
+                continue
+            if factors is not None:
+                slopes = (slopes * factors[part, None]).to(dtype)
+            if hidden_slopes is not None:
+                product = slopes @ layer_weight
+                hidden_slopes[part] = product
+                done.append(product)
+            if weight_slopes is not None:
+                add_product(weight_slopes, slopes, states)
+                done.append(weight_slopes)
+            if bias_slopes is not None:
+                bias_slopes += slopes.sum(0, dtype=exact)
+                done.append(bias_slopes)
+
+    # Round the sums over all chunks once, to the dtypes of the parameters.
+    if weight_slopes is not None:
+        weight_slopes = weight_slopes.to(weight.dtype)
+    if bias is not None and bias_slopes is not None:
+        bias_slopes = bias_slopes.to(bias.dtype)
+    return each, right, [hidden_slopes, weight_slopes, bias_slopes]
 
 
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
@@ -217,12 +258,10 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     """
     name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    if head is None:
-        raise ValueError(f"a loss without logits needs a linear output layer, and {name} has none")
     if not isinstance(head, nn.Linear):
+        kind = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
-            f"a loss without logits needs a linear output layer, and {name} "
-            f"has a {type(head).__name__}"
+            f"a loss without logits needs a linear output layer, and {name} has {kind}"
         )
     if getattr(model, "base_model", model) is model:
         raise ValueError(f"a loss without logits needs a base_model, and {name} has none")
@@ -241,16 +280,6 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     ) -> Tensor | Losses:
         if target is None:
             return head_forward(hidden)
-        if apart and torch.is_grad_enabled():
-            each = token_losses(
-                hidden.flatten(0, -2),
-                head.weight,
-                target.flatten(),
-                bias=head.bias,
-                ignore=ignore,
-                change=change,
-            )
-            return Losses(each.detach().sum(), each.view_as(target), None)
         found = chunked_cross_entropy(
             hidden.flatten(0, -2),
             head.weight,
@@ -259,6 +288,7 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
             ignore=ignore,
             change=change,
             right=not torch.is_grad_enabled(),  # training uses only the loss
+            apart=apart,
         )
         right = None if found.right is None else found.right.view_as(target)
         return Losses(found.total, found.each.view_as(target), right)
@@ -280,24 +310,15 @@ def _change(model: nn.Module) -> Change | None:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
 
-    def values_of(names: tuple[str, ...]) -> Iterator[float]:
-        for name in names:
-            value = getattr(config, name, None)
-            if isinstance(value, int | float):
-                yield float(value)
-
     # Multiply all factors; some models divide by the value of the same key.
     factor = 1.0
-    for value in values_of(_FACTORS):
-        factor *= value
-    for value in values_of(_DIVISORS):
+    for name, exponent in _FACTORS.items():
         if getattr(config, "model_type", None) in _MULTIPLIED:
-            factor *= value
-        else:
-            factor /= value
+            exponent = 1
+        factor *= (getattr(config, name, None) or 1.0) ** exponent
 
     # A cap follows after the factors.
-    cap = next(values_of(_CAPS), None)
+    cap = next(filter(None, (getattr(config, name, None) for name in _CAPS)), None)
     if cap is not None:
         return lambda logits: torch.tanh(logits * (factor / cap)) * cap
     if factor == 1.0:
@@ -309,58 +330,43 @@ def _change(model: nn.Module) -> Change | None:
 def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     """Raise ValueError if the model's logits are not ``change`` of its output layer's.
 
-    A ramp of ±50 is added to the output layer's, so that soft-capping is noticed.
+    In place of the output layer's logits, the model gets a ramp of ±50, so that soft-capping is
+    noticed. The output layer must get what the base model returns.
     """
     name = type(model).__name__
     forward = head.forward
-    entries = head.out_features
-    device = head.weight.device
-    tokens = torch.arange(min(8, entries), device=device)[None]
-    ramp = torch.linspace(-50, 50, entries, device=device, dtype=head.weight.dtype)
+    weight = head.weight
+    tokens = torch.arange(min(8, len(weight)), device=weight.device)[None]
+    ramp = torch.linspace(-50, 50, len(weight), device=weight.device, dtype=weight.dtype)
+    expected = [ramp if change is None else change(ramp)]
+    found = list[Tensor]()
 
-    # ``boost`` is set below, when the size of the model's logits is known.
     def ramped(hidden: Tensor) -> Tensor:
-        return forward(hidden) * boost + ramp
+        found.append(hidden)
+        return ramp.expand(*hidden.shape[:-1], -1)
 
-    # Run the model with the ramp, and scale its own logits to the same size.
-    with _eval_mode(model):
-        try:
-            output = model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
-            hidden = output.last_hidden_state
-            largest = forward(hidden).abs().max()
-            boost = torch.where(largest > 0, 50 / largest, 0.0).to(head.weight.dtype)
-            head.forward = ramped  # type: ignore[method-assign,assignment]
-            own = widest(model(input_ids=tokens, use_cache=False).logits)
-        except Exception as error:
-            why = " ".join(str(error).split())
-            raise ValueError(
-                f"{name} cannot run eight tokens to try the loss without logits: {why}"
-            ) from error
-        finally:
-            head.forward = forward  # type: ignore[method-assign]
-
-    # Compare them with what the loss would compute.
-    logits = widest(ramped(hidden))
-    if change is not None:
-        logits = change(logits)
-    # The two ways may round differently, in the dtype of the weights.
-    bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
-    worst = float("inf")
-    if own.shape == logits.shape:
-        worst = float((own - logits).abs().max() / own.abs().max())
-    if not worst <= bound:  # also for NaN
-        raise ValueError(
-            f"a loss without logits: the logits of {name} differ from its output layer's by "
-            f"{worst:.1e} of the largest (at most {bound:.0e})"
-        )
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
+    # Run the base model, and the model with the ramp.
     try:
-        yield
+        expected.append(probe(model.base_model, tokens, use_cache=False).last_hidden_state)
+        head.forward = ramped  # type: ignore[method-assign,assignment]
+        found.insert(0, probe(model, tokens, use_cache=False).logits)
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{name} cannot run eight tokens to try the loss without logits: {why}"
+        ) from error
     finally:
-        for module, mode in training:
-            module.training = mode
+        head.forward = forward  # type: ignore[method-assign]
+
+    # The two ways may round differently, in the dtype of the weights. If the model does not call
+    # its output layer, its logits are not the ramp.
+    bound = 1e-4 if torch.finfo(weight.dtype).bits >= 32 else 2e-2
+    for own, other in zip(found, expected, strict=False):
+        worst = float("inf")
+        if own.shape[-1] == other.shape[-1]:
+            worst = float((widest(own) - widest(other)).abs().max() / other.abs().max())
+        if not worst <= bound:  # also for NaN
+            raise ValueError(
+                f"a loss without logits: the logits of {name} differ from its output layer's by "
+                f"{worst:.1e} of the largest (at most {bound:.0e})"
+            )

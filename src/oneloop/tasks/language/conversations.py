@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.columns import is_text as holds_text
-from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, tokenized, whole_text
-from oneloop.tasks.language.message_flags import left_out
 from oneloop.tasks.language.messages_as_json import brief, is_message, is_missing, read
 from oneloop.tasks.rows.objects import Written
-from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+FLAGS = ("weight", "train", "trainable", "training", "loss_mask", "loss")
+"""keys with which data say whether a message is trained: 1 or true, 0 or false"""
 # An answer needs a value of one of these keys.
 ANSWERS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
@@ -56,6 +54,11 @@ def encoded(
 
     # A conversation, or a prompt that may have a completion.
     system = entry(row, columns, "system") or ""
+    if not isinstance(system, str):
+        raise ValueError(
+            f"{columns['system']!r} holds {brief(system)}; expected text of system prompts; name "
+            "another column with task.system, or ignore this one: task.system ''"
+        )
     tools = _tools(entry(row, columns, "tools"))
     prompt = row[columns["messages"] or columns["prompt"]]
     completion = entry(row, columns, "completion")
@@ -89,7 +92,7 @@ def encoded(
             )
         given = len(messages)
         messages += answer
-    untrained = left_out(read(flagged), messages, flags)
+    untrained = _untrained(read(flagged), messages, flags)
     if chat is None:
         raise ValueError(
             "this row is a conversation, but others are texts; put them in separate data sets"
@@ -101,6 +104,48 @@ def encoded(
         if not given or messages[-1]["role"] != "assistant":
             return _unanswered(chat.prompt(messages, tools))
     return chat.encode(messages, tools, given=given, untrained=untrained)
+
+
+def _untrained(
+    given: Sequence[Any], messages: Sequence[Mapping[str, Any]], flags: Sequence[str]
+) -> set[int]:
+    """Return the indices of the assistant's messages that the data leave out of training.
+
+    Args:
+        given: messages as the user wrote them: the last ones of the conversation.
+        messages: the conversation.
+        flags: keys of a message that say whether it is trained.
+
+    Raises:
+        ValueError: a flag is neither 0, 1, false nor true, or says that a message of another role
+            is trained.
+    """
+    untrained = set[int]()
+    before = len(messages) - len(given)
+    for number, message in enumerate(given):
+        trained = {flag: message[flag] for flag in flags if message.get(flag) is not None}
+        for flag, value in trained.items():
+            if not isinstance(value, int | float) or value not in (0, 1):
+                raise ValueError(
+                    f"message {number}: {flag} is {value!r}; expected 0, 1, false or true; if it "
+                    f"has another meaning, leave {flag!r} out of task.flags"
+                )
+
+        # All flags of a message must agree, and only answers can be trained.
+        values = {*trained.values()}
+        role = messages[before + number]["role"]
+        if len(values) > 1:
+            raise ValueError(
+                f"message {number}: {', '.join(trained)} contradict each other; keep one of them"
+            )
+        if values == {1} and role != "assistant":
+            raise ValueError(
+                f"message {number} of {role!r} has {next(iter(trained))} true, but only the "
+                "assistant's messages are trained; set it to false"
+            )
+        if values == {0} and role == "assistant":
+            untrained.add(before + number)
+    return untrained
 
 
 def entry(row: Row, columns: Mapping[str, str], key: str) -> Any:
@@ -145,17 +190,6 @@ def _reject_unread(columns: Mapping[str, str], **values: Any) -> None:
             )
 
 
-def check_system(source: Source, rows: Any) -> None:
-    """Raise ValueError if the column of system prompts does not hold text."""
-    column = source.columns["system"]
-    kind = rows.types[column] if column else None
-    if kind is not None and not holds_text(kind) and getattr(kind, "dtype", "") != "null":
-        raise ValueError(
-            f"{source.where}: {column!r} holds {type_name(kind)}; expected text of system prompts; "
-            "name another column with task.system, or ignore this one: task.system ''"
-        )
-
-
 def column_choices(
     columns: Mapping[str, str], kinds: Sequence[Sequence[str]]
 ) -> list[dict[str, str]]:
@@ -168,9 +202,8 @@ def column_choices(
     choices = []
     for kind in kinds:
         for optional in (("tools", "system"), ("tools",), ("system",), ()):
-            choice = dict.fromkeys(columns, "")
-            for key in (*kind, *optional):
-                choice[key] = columns[key]
+            keys = (*kind, *optional)
+            choice = {key: name if key in keys else "" for key, name in columns.items()}
             if choice not in choices:
                 choices.append(choice)
     return choices
@@ -243,11 +276,26 @@ def _message(given: Any, number: int) -> dict[str, Any]:
         raise ValueError(
             f"message {number}: its tool_calls are {brief(calls)}; a list of objects is needed"
         )
+    if calls:
+        message["tool_calls"] = [*map(_with_object, calls)]
     if role == "assistant" and not any(message.get(key) for key in ANSWERS):
         raise ValueError(
             f"message {number}: the assistant's answer is empty; fill it, or remove the row"
         )
     return message
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a tool call whose arguments are an object, if they are the JSON text of one."""
+    function = call.get("function")
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    try:
+        parsed = json.loads(arguments)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return call
+    if not isinstance(parsed, dict):
+        return call
+    return {**call, "function": {**function, "arguments": parsed}}  # type: ignore[dict-item]
 
 
 def _text(content: Any, number: int) -> str:

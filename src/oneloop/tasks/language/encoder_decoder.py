@@ -1,6 +1,6 @@
 """Encoder-decoder models: a T5 from scratch, and which models and tokenizers can be used."""
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -9,11 +9,28 @@ from oneloop.tasks.model_limits import config_of
 from oneloop.tasks.unread_masks import leave_masks_unread
 
 
-def t5_from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
+@dataclass(frozen=True)
+class T5Shape:
+    """Sizes of a T5 from scratch.
+
+    Args:
+        layers: number of blocks of the encoder, and of the decoder.
+        heads: number of attention heads.
+        width: hidden size.
+        dropout: dropout of a model from scratch.
+    """
+
+    layers: int = 2
+    heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+
+
+def t5_from_scratch(shape: T5Shape, entries: int) -> nn.Module:
     """Return a T5 with random weights.
 
     Args:
-        shape: ``layers``, ``heads``, ``width`` and ``dropout``.
+        shape: sizes of the model.
         entries: vocabulary size of :func:`oneloop.tasks.language.tokens.ending_tokenizer`.
 
     Raises:
@@ -21,7 +38,7 @@ def t5_from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
     """
     from transformers import T5Config, T5ForConditionalGeneration
 
-    width, heads = shape["width"], shape["heads"]
+    width, heads = shape.width, shape.heads
     if width % heads:
         raise ValueError(f"task.width {width} is not divisible by task.heads {heads}")
     config = T5Config(
@@ -29,9 +46,9 @@ def t5_from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
         d_model=width,
         d_kv=width // heads,
         d_ff=4 * width,
-        num_layers=shape["layers"],
+        num_layers=shape.layers,
         num_heads=heads,
-        dropout_rate=shape["dropout"],
+        dropout_rate=shape.dropout,
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from oneloop.basics.generation import TEXTS
 from oneloop.basics.tensors import is_alone
@@ -87,14 +89,12 @@ def written(
         ties: looks at the logits of each token.
     """
     # Pad the prompts on the left.
-    device = prompts[0].device
-    longest = max(map(len, prompts))
-    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
-    mask = torch.zeros(len(prompts), longest + count, dtype=torch.int64, device=device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
+    tokens = pad_sequence([*prompts], batch_first=True, padding_value=-1, padding_side="left")
+    device = tokens.device
+    longest = tokens.shape[1]
+    mask = F.pad((tokens >= 0).long(), (0, count), value=1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    tokens = tokens.clamp(min=0)
 
     # Only the last logits are read. Those of all tokens of long prompts would need much memory.
     next_logits = partial(model, use_cache=True)

@@ -3,7 +3,7 @@
 A tokenizer may drop or replace characters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from reprlib import repr as brief
 from typing import Any
 
@@ -39,13 +39,3 @@ def first_answer(tokens: Iterable[int]) -> list[int]:
         elif answer:
             break
     return answer
-
-
-def references(batch: Mapping[str, Any], decoded: Sequence[Any]) -> list[Any]:
-    """Return the kept texts of a batch's rows, or what was decoded of their tokens.
-
-    Args:
-        batch: of ``collate``; its entry ``text`` has the kept text of each sample, or "".
-        decoded: one for each sample.
-    """
-    return [text or other for text, other in zip(batch["text"], decoded, strict=True)]

@@ -1,7 +1,7 @@
 """Base class of the language tasks: model, batches, loss, and the tokens of the report."""
 
 import os
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,26 +12,17 @@ from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import (
-    Architecture,
     Shape,
     from_scratch,
-    load_model,
     prepare_attention,
 )
-from oneloop.tasks.language.sequences import (
-    IGNORE,
-    Overlong,
-    Packed,
-    Padded,
-    collated,
-    spans,
-)
-from oneloop.tasks.language.token_targets import TokenTargets
+from oneloop.tasks.language.sequences import IGNORE, Overlong, Samples, collated, cut_texts
+from oneloop.tasks.language.token_rows import MakeSamples
+from oneloop.tasks.language.token_targets import LoadSettings, TokenTargets
 from oneloop.tasks.model_limits import shorter_length
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source, combined
+from oneloop.tasks.rows.open_data import notes_of, skipped_rows
 
 Fused = bool | Literal["auto"]
 
@@ -46,7 +37,7 @@ def is_packed(pack: str, *known: str) -> bool:
     return pack == "packed"
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, 0 where it is not a target, at least in float32.
 
     Half-precision logits are too coarse for a loss.
@@ -54,6 +45,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
     Args:
         logits: (rows, width, vocabulary).
         target: int64, (rows, width).
+        label_smoothing: share of the target probability that is spread over all tokens.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     each = F.cross_entropy(
@@ -61,8 +53,24 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
         target.flatten(),
         reduction="none",
         ignore_index=IGNORE,
+        label_smoothing=label_smoothing,
     )
     return each.view_as(target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Shape, LoadSettings):
+    """A model that is loaded, or built from scratch, and how its loss is computed.
+
+    Args:
+        fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a
+            micro-batch has more than 134 million logits, tokens x vocabulary).
+        router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over
+            samples: refuse the model, or train without that loss (none).
+    """
+
+    fused_loss: Fused = "auto"
+    router_loss: Literal["refuse", "none"] = "refuse"
 
 
 class LanguageModel(TokenTargets):
@@ -71,110 +79,61 @@ class LanguageModel(TokenTargets):
     Batches come from :func:`oneloop.tasks.language.sequences.collated`.
 
     Args:
+        settings: the model.
         packed: whether a sample has several documents that do not attend to each other.
-        length: positions of a model from scratch.
-        dropout: dropout of embeddings, attention and residuals (gpt2).
-        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a
-            model from scratch).
-        pretrained: load the weights of model (false: use only its configuration).
-        trust_remote_code: run Python code stored with the weights (only if you trust the author).
-        architecture: gpt2 or llama, for a model from scratch.
-        layers: number of transformer blocks.
-        heads: number of attention heads.
-        width: hidden size.
-        kv_heads: number of key-value heads (llama; null: as many as heads).
-        mlp: width of the MLP (null: 4 x width for gpt2, 8/3 x width for llama).
-        tied: share the weights of embedding and output layer (null: true for gpt2, false for
-            llama).
-        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0:
-            equal to it).
-        fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a
-            micro-batch has more than 134 million logits, tokens x vocabulary).
-        router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over
-            samples: refuse the model, or train without that loss (none).
-        lora: low-rank adapters for a pretrained model; only the adapters are trained.
     """
 
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
-    length_key = "length"  # task key of the sample length
-    default_length = 256  # of this key
+    default_length = 256  # of the key of the sample length
     shows_likeliest = False  # whether ``show`` reads the most likely token of each position
 
-    def __init__(
-        self,
-        *,
-        packed: bool,
-        length: int = 128,
-        dropout: float = 0.0,
-        model: str | None = None,
-        pretrained: bool = True,
-        trust_remote_code: bool = False,
-        architecture: Architecture = "gpt2",
-        layers: int = 4,
-        heads: int = 4,
-        width: int = 128,
-        kv_heads: int | None = None,
-        mlp: int | None = None,
-        tied: bool | None = None,
-        padded_vocab: int = 0,
-        fused_loss: Fused = "auto",
-        router_loss: Literal["refuse", "none"] = "refuse",
-        lora: LoRA = LoRA(),
-    ) -> None:
-        super().__init__(
-            model, pretrained=pretrained, trust_remote_code=trust_remote_code, lora=lora
-        )
+    def __init__(self, settings: ModelSettings, *, packed: bool) -> None:
+        super().__init__(settings)
         self.packed = packed
-        self.fused_loss = fused_loss
-        self.router_loss = router_loss
+        self.fused_loss = settings.fused_loss
+        self.router_loss = settings.router_loss
 
         # A default may be more than the positions of the model to load.
-        if self.name is not None and length == self.default_length:
+        if self.name is not None and settings.length == self.default_length:
             length, self._data_notes = shorter_length(
-                self.name, length, key=self.length_key, trust_remote_code=trust_remote_code
+                self.name,
+                settings.length,
+                key=self.length_key,
+                trust_remote_code=self.trust_remote_code,
             )
-        self.shape = Shape(
-            architecture=architecture,
-            layers=layers,
-            heads=heads,
-            width=width,
-            length=length,
-            dropout=dropout,
-            kv_heads=kv_heads,
-            mlp=mlp,
-            tied=tied,
-            padded_vocab=padded_vocab,
-        )
+            settings = replace(settings, length=length)
+        self.shape: Shape = settings
+        self.length = settings.length
 
         # Set by ``model``.
         self._can_fuse = False
         self._masked = False
 
-    def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
-        """Use these samples of each source, by split."""
-        self._sets = combined(sources, samples)
-        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
-        if len(sources) > 1 and isinstance(samples[0]["train"], Padded):
-            self._data_notes.append(
-                "a mixture defines its own order: samples are not sorted by length (more padding)"
-            )
+    def _use_rows(self, rows: Any, make: MakeSamples) -> None:
+        """Use the samples of rows.
 
-    def _spanned(
-        self, texts: Ragged, content: Any, split: str, overlong: Overlong
-    ) -> Padded | Packed:
+        Args:
+            rows: an :class:`oneloop.tasks.language.answer_rows.AnswerRows`.
+            make: makes the samples of a split.
+        """
+        self.rows = rows
+        self.chat_template = rows.template
+        self._use(rows.sources, rows.samples(make))
+        self.skipped_rows = skipped_rows(rows.sources)
+        self._data_notes += [*rows.notes, *notes_of(rows.sources)]
+        self.notes = self._data_notes
+
+    def _spanned(self, texts: Ragged, content: Any, split: str, overlong: Overlong) -> Samples:
         """Return the samples of one split; only training samples are packed."""
-        samples = spans(texts, self.shape.length, overlong)
+        room = self.shape.length if self.packed and split == "train" else 0
+        samples = cut_texts(texts, self.shape.length, overlong, room=room, content=content)
         self._note(split, samples.notes)
-        if self.packed and split == "train":
-            return Packed(samples, content)
-        return Padded(samples, content)
+        return samples
 
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+    def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Return samples as one batch, in which padding is not a target."""
-        # All packed rows have the same width.
-        width = self.shape.length if isinstance(samples[0], list) else 0
-        return collated(samples, width=width, most=self._max_documents)
+        return collated(samples, width=self.shape.length, most=self._max_documents)
 
     def model(self) -> nn.Module:
         model = self.adapted_model()
@@ -194,20 +153,7 @@ class LanguageModel(TokenTargets):
         """Build or load the model, without adapters."""
         if self.name is None:
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
-        lora = None
-        if self.adapters is not None:
-            lora = self.adapters.settings
-        model, added = load_model(
-            self.name,
-            entries=self.entries,
-            length=self.shape.length,
-            length_key=self.length_key,
-            pretrained=self.pretrained,
-            trust_remote_code=self.trust_remote_code,
-            lora=lora,
-        )
-        self.notes = [*self._data_notes, *added]
-        return model
+        return self.load(entries=self.entries, length=self.shape.length)
 
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         # The masks are 4-D: transformers would read a 2-D mask on the host (sync).
@@ -271,11 +217,6 @@ class LanguageModel(TokenTargets):
             outputs["padding"] = batch["padding"]
         return total, outputs
 
-    @property
-    def entries(self) -> int:
-        """Vocabulary size."""
-        raise NotImplementedError
-
     def pieces(
         self, tokens: list[int], losses: list[float], trained: list[bool]
     ) -> list[tuple[str, float | None]]:
@@ -293,8 +234,9 @@ class LanguageModel(TokenTargets):
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return each token with its loss, and what the model wrote after the prompt."""
-        trained = (sample[1:] >= 0).tolist()
-        tokens = token_ids(sample).tolist()
+        document = sample.documents[0]
+        trained = (document[1:] >= 0).tolist()
+        tokens = token_ids(document).tolist()
         losses = outputs["loss"][: len(trained)].tolist()
         shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
         if "written" in outputs:

@@ -1,6 +1,6 @@
 """The arithmetic of :mod:`oneloop.tasks.language.chunked_loss` on one chunk of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -68,39 +68,6 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     if _is_autocast(hidden):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
-
-
-def in_dtype(
-    weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and the bias of the output layer in this dtype, without a graph."""
-    return weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
-
-
-def gradients_for(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool], dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate the gradients of these three that are needed; the others are None.
-
-    Args:
-        hidden: hidden states; the gradient is not initialised.
-        weight: weight of the output layer; the gradient is 0.
-        bias: its bias; the gradient is 0.
-        needs: whether the gradient of each is needed.
-        dtype: dtype of the sums over all chunks.
-    """
-    needs_hidden, needs_weight, needs_bias = needs
-    return (
-        torch.empty_like(hidden) if needs_hidden else None,
-        torch.zeros_like(weight, dtype=dtype) if needs_weight else None,
-        torch.zeros_like(bias, dtype=dtype) if bias is not None and needs_bias else None,
-    )
-
-
-def in_dtype_of(parameter: Tensor | None, slopes: Tensor | None) -> Tensor | None:
-    if parameter is None or slopes is None:
-        return None
-    return slopes.to(parameter.dtype)
 
 
 def losses_of_a_chunk(

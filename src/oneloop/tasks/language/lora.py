@@ -1,22 +1,19 @@
-"""Low-rank adapters with peft: add them to a model, load, save and merge them."""
+"""Low-rank adapters with peft: add them to a model, load and merge them."""
 
-import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel, place_of
 from oneloop.basics.untrusted import read_json
-from oneloop.tasks.language.lora_settings import CONFIG, PEFT_PREFIX, WEIGHTS, Adapters, LoRA
-from oneloop.tasks.language.models import import_quietly, plain_layer, quantized, to_source_class
+from oneloop.tasks.language.lora_settings import CONFIG, PEFT_PREFIX, WEIGHTS, Adapters
+from oneloop.tasks.language.models import import_quietly
 from oneloop.tasks.transformers_models import commit_of, content_of_model, file_stats
 
 _NAME = "default"  # adapter name in peft
-_OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
 def add_adapters(
@@ -46,36 +43,52 @@ def add_adapters(
     """
     import_quietly()
     try:
-        from peft import inject_adapter_in_model
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ValueError(
             "task.lora needs peft, which is not installed (pip install peft)"
         ) from error
     settings = wanted.settings
+    alpha = settings.alpha
     assert settings.rank is not None
-    layers = _targets(model, settings.targets, head)
+    layers = _layers_with_adapters(model, settings.targets, head)
 
-    # Describe the base model as peft does: a commit on the hub, or an absolute path.
-    path, revision = place_of(wanted.base)
-    commit = commit_of(wanted.base)
-    if commit is None:
-        path = str(Path(path).resolve())
-    config = _peft_config(model, settings, layers, task)
-    config.base_model_name_or_path = path
-    config.revision = commit or revision
-
-    # Add the adapters, in float32; peft also freezes all other parameters. Its files name the head
-    # as it is.
+    # Add the adapters, in float32; peft also freezes all other parameters.
+    config = LoraConfig(
+        task_type=task,
+        r=settings.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # type: ignore[arg-type]
+        use_rslora=settings.rslora,
+        lora_dropout=settings.dropout,
+        target_modules=layers,
+        # GPT-2's layers store the transposed weight.
+        fan_in_fan_out=type(model.get_submodule(layers[0])).__name__ == "Conv1D",
+    )
     inject_adapter_in_model(config, model, adapter_name=_NAME)
     if head:
         model.get_submodule(head).requires_grad_(True)
-        config.modules_to_save = [head]
-    for parameter in _trained(model).values():
+    trained = _trained(model)
+    for parameter in trained.values():
         parameter.data = parameter.data.float()
+
+    # Describe them as peft does. The base model is a commit on the hub, or an absolute path.
+    path, revision = place_of(wanted.base)
+    commit = commit_of(wanted.base)
+    config.base_model_name_or_path = path if commit else str(Path(path).resolve())
+    config.revision = commit or revision
+    config.target_modules = sorted(config.target_modules or [])
+    config.modules_to_save = [head] if head else None
+    config.inference_mode = True
+
+    # Say how the frozen layers are quantized.
+    quantization = ""
+    if settings.quantize:
+        double = ", double" if settings.double_quant else ""
+        quantization = f"in 4 bits ({settings.quantize}{double})"
 
     # Checkpoints store the trained tensors and the buffers, and refer to the base model for others.
     buffers = dict(model.named_buffers())
-    frozen = frozenset(model.state_dict().keys() - _trained(model).keys() - buffers.keys())
+    frozen = frozenset(model.state_dict().keys() - trained.keys() - buffers.keys())
     origin = BaseModel(
         place=wanted.base,
         names=frozen,
@@ -85,7 +98,7 @@ def add_adapters(
         settings={
             "lora_alpha": settings.alpha,
             "use_rslora": settings.rslora,
-            "quantize": _quantization(settings),
+            "quantize": quantization,
         },
         seen=lambda: file_stats(wanted.base),
     )
@@ -93,50 +106,19 @@ def add_adapters(
     if stats not in (None, file_stats(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
 
-    # Continue with existing adapters.
-    before = None
+    # Continue with existing adapters, perhaps on a base model that is quantized in another way.
+    count = sum(parameter.numel() for parameter in trained.values())
+    kinds = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
+    line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers "
+    line += f"({', '.join(kinds)}) {quantization}".rstrip()
     if wanted.given is not None:
         before = _load_adapters(model, wanted.given, origin)
-    return origin, _log_line(model, settings, layers, before)
-
-
-def _peft_config(model: nn.Module, settings: LoRA, layers: Sequence[str], task: str) -> Any:
-    """Return peft's configuration of adapters for these layers."""
-    from peft import LoraConfig
-
-    # GPT-2's layers store the transposed weight.
-    transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
-    return LoraConfig(
-        task_type=task,
-        r=settings.rank,
-        lora_alpha=_whole(settings.alpha),
-        use_rslora=settings.rslora,
-        lora_dropout=settings.dropout,
-        target_modules=_target_names(layers, model),
-        fan_in_fan_out=transposed,
-    )
-
-
-def _whole(alpha: float) -> Any:
-    """Return an integer if possible: peft's type, so that its file has 32 and not 32.0."""
-    return int(alpha) if alpha == int(alpha) else alpha
-
-
-def _log_line(model: nn.Module, settings: LoRA, layers: Sequence[str], before: str | None) -> str:
-    """Return a line about the adapters; ``before``: quantization of their earlier training."""
-    count = 0
-    for parameter in _trained(model).values():
-        count += parameter.numel()
-    kinds = ", ".join(_last_parts(layers))
-    line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers ({kinds})"
-    if settings.quantize:
-        line += f" in 4 bits ({settings.quantize})"
-    if before is not None and before != _quantization(settings):
-        line += (
-            f"; the adapters were trained on the base model {before or 'unquantized'}, see "
-            "task.lora.quantize"
-        )
-    return line
+        if before not in (None, quantization):
+            line += (
+                f"; the adapters were trained on the base model {before or 'unquantized'}, see "
+                "task.lora.quantize"
+            )
+    return origin, line
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -149,80 +131,32 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _name_in_peft(name: str) -> str:
     """Return the name of a tensor of the model in peft's files."""
-    return PEFT_PREFIX + _OWN_NAME.sub(r"\1", name)
+    return PEFT_PREFIX + name.replace(f".{_NAME}.", ".")
 
 
-def _quantization(settings: LoRA) -> str:
-    """Return the quantization of the frozen layers as text; empty if there is none."""
-    if settings.quantize is None:
-        return ""
-    if settings.double_quant:
-        return f"in 4 bits ({settings.quantize}, double)"
-    return f"in 4 bits ({settings.quantize})"
-
-
-def _linear_layers(model: nn.Module, head: str) -> list[str]:
-    """Return the names of all linear layers except the output layer, and the new ``head``."""
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    layers = []
-    for name, module in model.named_modules():
-        if module is output or name == head:
-            continue
-        if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "Linear4bit"):
-            layers.append(name)
-    return layers
-
-
-def _last_parts(layers: Iterable[str]) -> list[str]:
-    """Return the last parts of the layers' names, each once."""
-    return list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-
-
-def _matching(names: Iterable[str], ends: Collection[str]) -> list[str]:
-    """Return the names that are one of ``ends``, or end with a dot and one of them."""
-    matching = []
-    for name in names:
-        if any(f".{name}".endswith(f".{end}") for end in ends):
-            matching.append(name)
-    return matching
-
-
-def _targets(model: nn.Module, targets: str | Sequence[str], head: str) -> list[str]:
+def _layers_with_adapters(model: nn.Module, targets: str | Sequence[str], head: str) -> list[str]:
     """Return the names of the layers with an adapter. Raise ValueError if a target has none."""
-    linear = _linear_layers(model, head)
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    linear = []
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+        if is_linear and module is not output and name != head:
+            linear.append(name)
     if isinstance(targets, str):
         return linear
-    known = ", ".join(_last_parts(linear))
-    modules = dict(model.named_modules())
 
-    # Each target must have a layer.
-    for end in targets:
-        if _matching(linear, [end]):
-            continue
-        others = _matching(modules, [end])
-        if not others:
+    # A target is the end of a name.
+    chosen = set[str]()
+    for target in targets:
+        matching = {name for name in linear if f".{name}".endswith(f".{target}")}
+        if not matching:
+            ends = dict.fromkeys(name.rpartition(".")[2] for name in linear)
             raise ValueError(
-                f"task.lora.targets {end!r} matches no layer of the model; "
-                f"its linear layers are {known}"
+                f"task.lora.targets {target!r} matches no layer that can have an adapter; the "
+                f"model's linear layers, without its output layer, are {', '.join(ends)}"
             )
-        kind = type(modules[others[0]]).__name__
-        raise ValueError(
-            f"task.lora.targets {end!r} matches {kind}, which supports no adapters; "
-            f"its linear layers are {known}"
-        )
-    return _matching(linear, targets)
-
-
-def _target_names(layers: Sequence[str], model: nn.Module) -> list[str]:
-    """Return names with which peft finds exactly these layers.
-
-    These are the last parts of the names if they match no other module, else the full names.
-    """
-    ends = _last_parts(layers)
-    others = dict(model.named_modules()).keys() - set(layers)
-    if _matching(others, ends):
-        return sorted(layers)
-    return sorted(ends)
+        chosen |= matching
+    return sorted(chosen)
 
 
 @torch.no_grad()
@@ -251,17 +185,11 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
         )
 
     # Compare names and shapes before anything is changed.
-    own = {}
-    for name, parameter in _trained(model).items():
-        own[origin.outside(name)] = parameter
-    wrong = sorted(own.keys() ^ saved.keys())
-    if not wrong:
-        for name, parameter in own.items():
-            if parameter.shape != saved[name].shape:
-                wrong.append(name)
+    own = {origin.outside(name): parameter for name, parameter in _trained(model).items()}
+    wrong = _shapes(own) ^ _shapes(saved)
     if wrong:
         raise ValueError(
-            f"{folder}: its adapters are of another model: {wrong[0]}, …; "
+            f"{folder}: its adapters are of another model: {min(wrong)[0]}, …; "
             f"its {CONFIG} names {origin.place}"
         )
     for name, parameter in own.items():
@@ -271,14 +199,13 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     return str(base.get("settings", {}).get("quantize", ""))
 
 
+def _shapes(tensors: Mapping[str, Tensor]) -> set[tuple[str, torch.Size]]:
+    return {(name, tensor.shape) for name, tensor in tensors.items()}
+
+
 def save_config(model: nn.Module, folder: Path) -> None:
     """Write adapter_config.json, with which peft loads the adapters."""
-    config: Any = model.peft_config[_NAME]  # type: ignore[index]
-    about = config.to_dict() | {"inference_mode": True}
-    for key, value in about.items():
-        if isinstance(value, set):
-            about[key] = sorted(value)  # a set has no order, and JSON has no sets
-    (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True, default=str))
+    model.peft_config[_NAME].save_pretrained(folder)  # type: ignore[index,union-attr,operator]
 
 
 @torch.no_grad()
@@ -290,27 +217,47 @@ def merged(model: nn.Module) -> nn.Module:
     from peft.tuners.lora import LoraLayer
 
     # Replace each layer by a plain one; 4-bit layers without adapters, too.
-    modules = dict(model.named_modules())
-    for name, module in modules.items():
+    for name, module in list(model.named_modules()):
         if isinstance(module, LoraLayer):
-            layer = module.get_base_layer()
-            plain = plain_layer(layer, model)
             delta = module.get_delta_weight(_NAME)  # type: ignore[operator]
-            plain.weight.copy_(plain.weight.to(delta.dtype) + delta)
-            _replace_module(modules, name, to_source_class(plain, layer))
-        elif quantized(module) and not name.endswith(".base_layer"):
-            _replace_module(modules, name, to_source_class(plain_layer(module, model), module))
+            model.set_submodule(name, _plain_layer(module.get_base_layer(), model, delta))
+        elif _is_quantized(module) and not name.endswith(".base_layer"):
+            model.set_submodule(name, _plain_layer(module, model))
 
     # Remove the traces of quantization and peft, with which transformers would save another model.
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
+    model.requires_grad_(True)
     del model.peft_config
     return model
 
 
-def _replace_module(modules: Mapping[str, nn.Module], name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    setattr(modules[parent], last, module)
+def _is_quantized(layer: Any) -> bool:
+    """Whether a module is a 4-bit linear layer."""
+    return type(layer).__name__ == "Linear4bit" and hasattr(layer, "quant_state")
+
+
+def _plain_layer(layer: Any, model: nn.Module, delta: Tensor | float = 0.0) -> nn.Module:
+    """Return a layer whose weight is the sum with ``delta``; a 4-bit layer is dequantized.
+
+    A dequantized layer has the dtype of the model, and the class from before the quantization.
+    """
+    if not _is_quantized(layer):
+        layer.weight.add_(delta)
+        return layer  # type: ignore[no-any-return]
+    from bitsandbytes.functional import dequantize_4bit
+    from transformers.pytorch_utils import Conv1D
+
+    weight: Tensor = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    weight = weight.to(model.dtype).add_(delta)  # type: ignore[arg-type]
+    has_bias = layer.bias is not None
+    plain: Any = nn.Linear(layer.in_features, layer.out_features, bias=has_bias)
+    if layer.source_cls is Conv1D:
+        # GPT-2's linear layers store the transposed weight.
+        plain = Conv1D(layer.out_features, layer.in_features)
+        weight = weight.T.contiguous()
+    plain.weight.data = weight
+    if has_bias:
+        plain.bias.data = layer.bias.data
+    return plain  # type: ignore[no-any-return]

@@ -142,7 +142,8 @@ def _folder_of_adapters(model: str) -> Path | None:
     return file.parent
 
 
-_USED_KEYS = (
+_HARMLESS_KEYS = {
+    # used below
     "r",
     "lora_alpha",
     "use_rslora",
@@ -150,8 +151,7 @@ _USED_KEYS = (
     "target_modules",
     "base_model_name_or_path",
     "revision",
-)
-_IGNORED_KEYS = [
+    # without effect on the adapters
     "peft_type",
     "task_type",
     "inference_mode",
@@ -159,8 +159,7 @@ _IGNORED_KEYS = [
     "peft_version",
     "fan_in_fan_out",
     "runtime_config",
-]
-"""peft keys that do not change the adapters"""
+}
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (["score"],),  # the head of a reward model, which is among the tensors
@@ -186,9 +185,8 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     # Reject settings that would change what the adapters compute.
     unsupported = []
     for key, value in config.items():
-        if key in _USED_KEYS or key in _IGNORED_KEYS:
-            continue
-        if value and value not in _ALLOWED_VALUES.get(key, ()):
+        allowed = _ALLOWED_VALUES.get(key, ())
+        if key not in _HARMLESS_KEYS and value and value not in allowed:
             unsupported.append(f"{key} {value}")
     if unsupported or config.get("peft_type") != "LORA":
         kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"

@@ -83,40 +83,6 @@ def configure_four_bits(model: Any) -> None:
         del model.hf_device_map
 
 
-def quantized(module: nn.Module) -> bool:
-    """Whether a module is a 4-bit linear layer."""
-    return type(module).__name__ == "Linear4bit" and hasattr(module, "quant_state")
-
-
-def plain_layer(layer: Any, model: nn.Module) -> Any:
-    """Return a linear layer unchanged, and a 4-bit layer dequantized to the model's dtype."""
-    if not quantized(layer):
-        return layer
-    from bitsandbytes.functional import dequantize_4bit
-
-    plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    weight: Any = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-    plain.weight.data = weight.to(model.dtype)
-    if layer.bias is not None:
-        plain.bias.data = layer.bias.data
-    return plain
-
-
-def to_source_class(plain: Any, layer: Any) -> nn.Module:
-    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization."""
-    source = getattr(layer, "source_cls", None)
-    if not quantized(layer) or getattr(source, "__name__", "") != "Conv1D":
-        return plain  # type: ignore[no-any-return]
-    from transformers.pytorch_utils import Conv1D
-
-    # GPT-2's linear layers store the transposed weight.
-    transposed = Conv1D(plain.out_features, plain.in_features)
-    transposed.weight.data = plain.weight.data.T.contiguous()
-    if plain.bias is not None:
-        transposed.bias.data = plain.bias.data
-    return transposed  # type: ignore[no-any-return]
-
-
 Architecture = Literal["gpt2", "llama"]
 
 

@@ -1,136 +1,133 @@
 """Base class of the tasks on pairs of answers: preferences and rewards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from oneloop.tasks.language.answer_rows import AnswerRows, Encode
+from oneloop.tasks.language.answer_rows import (
+    AnswerRows,
+    AnswerSettings,
+    Form,
+    tokenizer_from_scratch,
+)
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
-from oneloop.tasks.language.pair_sums import PairSums
+from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
-from oneloop.tasks.language.wrong_answers import PairedChats
+from oneloop.tasks.language.sequences import Sample, Samples, paired
+from oneloop.tasks.language.token_rows import Data
+from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.rows.cached_arrays import Ragged
 
+METRICS: dict[str, bool | None] = {
+    "reward_accuracy": True,
+    "reward_margin": True,
+    "chosen_reward": None,
+    "rejected_reward": None,
+}
+"""metrics of a pair, and whether a larger value is better"""
+PAIRS = (("prompt", *SIDES), SIDES)
+"""keys of each kind of rows with pairs, the first choice first"""
 
-class PairRows(AnswerRows):
+
+@dataclass(frozen=True, kw_only=True)
+class PairSettings(AnswerSettings):
+    """A language model that learns from pairs of answers, and how their rows are read.
+
+    Args:
+        overlong: cut the end of an answer that is longer than length, or drop such pairs.
+    """
+
+    overlong: OverlongPair = "cut"
+
+
+class PairTask(LanguageModel):
     """Opens pairs of answers, cuts and packs them.
 
     Args:
         data: value of ``task.data``.
         columns: column names by key of the task, other than tools and system.
+        settings: the model, and how rows are read.
         packed: whether training samples have several pairs.
-        overlong: cut the end of an answer that is longer than length, or drop such pairs.
-        rows: arguments of :class:`oneloop.tasks.language.answer_rows.AnswerRows`.
+        kinds: keys of each kind of rows.
+        special: special tokens of a tokenizer from scratch, by role.
     """
 
     unit = "samples"
-    lessons = PairedChats
-    padded = PaddedPairs  # class of samples that are not packed
-    kinds: Sequence[Sequence[str]] = (("prompt", *SIDES), SIDES)
+    last_is_input = False  # whether the last token of an answer counts as an input, too
+    measure: Callable[[NDArray[Any]], NDArray[Any]] | None = None
+    """returns the input tokens of pairs from the tokens of their sides; None: all but the last"""
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]],
+        data: Data,
         columns: dict[str, str],
+        settings: PairSettings,
         *,
         packed: bool,
-        overlong: OverlongPair = "cut",
-        **rows: Any,
+        kinds: Sequence[Sequence[str]] = PAIRS,
+        special: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(data, columns, packed=packed, overlong=overlong, **rows)
-        self.pairs: dict[str, Pairs] = {}
-        """by name of the split, or SPLIT/SOURCE of a mixture"""
+        super().__init__(settings, packed=packed)
+        if self.name:
+            self.tokenizer = self.known_tokenizer()
+        else:
+            self.tokenizer = tokenizer_from_scratch(settings.vocab)
+            self.tokenizer.add_special_tokens({**(special or {})})
+        self.end = self.tokenizer.eos_token_id
 
         # Tokenize the pairs of all sources, and pack those to train on.
-        samples = []
-        for source, splits in zip(self._sources, self._encoded_sources(), strict=True):
-            made = {}
-            for split, (pairs, content) in splits.items():
-                self._note(split, pairs.notes)
-                made[split] = self._samples(pairs, content, split)
-                name = split if len(self._sources) == 1 else f"{split}/{source.name}"
-                self.pairs[name] = made[split]
-                # The log has a line about the training set of a single source anyway.
-                if name != "train":
-                    self._data_notes.append(f"{name}: {made[split].about()}")
-            samples.append(made)
-        self._use(self._sources, samples)
-        self._data_notes.append(self._preview(samples[0]["train"]))
-        self.notes = self._data_notes
+        length = self.length - self.last_is_input
+        encode = partial(encoded_pair, length=length, overlong=settings.overlong)
+        form = Form(kinds, encode, ["pair, one border", length, settings.overlong])
+        rows = AnswerRows(
+            data, columns, form, settings, tokenizer=self.tokenizer, packaged="answer_pairs"
+        )
+        self._use_rows(rows, self._samples)
+        for name, samples in self.samples.items():
+            # The log has a line about the training set of a single source anyway.
+            if name != "train":
+                self._data_notes.append(f"{name}: {samples.about()}")
+        first = next(iter(self.samples.values()))
+        prompt, chosen, rejected = self._texts_of([first.document(0), first.document(1)])
+        self._data_notes.append(f"a pair: {prompt!r}, chosen {chosen!r}, rejected {rejected!r}")
 
-    def _samples(self, pairs: Ragged, content: Any, split: str) -> Pairs:
-        kind = PackedPairs if self.packed and split == "train" else self.padded
-        try:
-            return kind(pairs, self.length, content)
-        except ValueError as error:
-            raise ValueError(f"{split}: {error}") from error
+    def _samples(self, split: str, pairs: Ragged, content: Any) -> Samples:
+        """Return the pairs of one split; only training samples are packed."""
+        self._note(split, pairs.notes)
+        return paired(
+            pairs,
+            f"task.length ({self.length:,} tokens)",
+            room=2 * self.length if self.packed and split == "train" else 0,
+            lengths=self.measure,
+            content=content,
+        )
 
-    def new_pairs(self, data: str) -> PaddedPairs:
-        """Return the pairs of other data, in order."""
-        pairs, content = self._new_rows(data, labelled=True)
-        made = PaddedPairs(pairs, self.length, content)
-        self.pairs["data"] = made
-        return made
+    def samples_of(self, data: str, *, labelled: bool) -> Samples:
+        return self._samples("data", *self.rows.tokens(data, self.rows.form))
 
-    def _encode(self, *, labelled: bool) -> Encode:
-        assert self.overlong != "split"
-        return partial(encoded_pair, length=self.length, overlong=self.overlong)
-
-    def _encode_key(self) -> Sequence[Any]:
-        return ["pair, one border", self.length, self.overlong]
-
-    def _preview(self, pairs: Pairs) -> str:
-        """Return a log line with the texts of a pair."""
-        chosen, rejected = (self._parts_of(side) for side in pairs.pair(0))
-        return f"a pair: {chosen[0]!r}, chosen {chosen[1]!r}, rejected {rejected[1]!r}"
-
-    def _parts_of(self, side: Any) -> tuple[str, str]:
-        """Return prompt and answer of one side as texts."""
-        first = int((side >= 0).argmax())
-        tokens = token_ids(side).tolist()
-        return self.decode(tokens[:first]), self.decode(tokens[first:])
+    def _texts_of(self, documents: Sequence[Any]) -> list[str]:
+        """Return the prompt and both answers of a pair as texts."""
+        texts = list[str]()
+        for side in documents:
+            first = int((side >= 0).argmax())
+            tokens = token_ids(side).tolist()
+            texts += [self.decode(tokens[:first]), self.decode(tokens[first:])]
+        prompt, chosen, _, rejected = texts
+        return [prompt, chosen, rejected]
 
     def update(  # type: ignore[override]
-        self, metrics: PairSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: Means, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
-        metrics.update(outputs)
+        metrics.update({name: (value, torch.ones_like(value)) for name, value in outputs.items()})
 
-    def _outputs(
-        self,
-        model: nn.Module,
-        batch: dict[str, Tensor],
-        values: Mapping[str, Tensor],
-        each: Tensor,
-        mask: Tensor,
-    ) -> dict[str, Tensor]:
-        """Return the outputs of a loss: in training means over the pairs, else the values.
-
-        Args:
-            model: in training or eval mode.
-            batch: of ``collate``.
-            values: (pairs,), by name.
-            each: (pairs,), the loss of each pair.
-            mask: (pairs,), which of them are pairs.
-        """
-        detached = {name: value.detach() for name, value in values.items()}
-        if not model.training:
-            return {"loss": each.detach(), **detached}
-        count = mask.sum()
-        means = {}
-        for name, value in detached.items():
-            means[name] = torch.where(mask, value, 0.0).sum() / count
-        if "padding" in batch:
-            means["padding"] = batch["padding"]
-        return means
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+    def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return the texts of a pair, and whether the chosen answer has the larger reward."""
-        prompt, chosen = self._parts_of(sample[0])
-        _, rejected = self._parts_of(sample[1])
+        prompt, chosen, rejected = self._texts_of(sample.documents)
         margin = outputs["reward_margin"]
         return {
             "text": f"{prompt}\n[chosen] {chosen}\n[rejected] {rejected}",
@@ -139,3 +136,30 @@ class PairRows(AnswerRows):
             "right": float(margin) > 0,
             "confidence": float(torch.sigmoid(margin.abs())),
         }
+
+
+def pair_outputs(
+    batch: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    losses: Tensor,
+    mask: Tensor,
+    *,
+    training: bool,
+) -> dict[str, Tensor]:
+    """Return the outputs of a loss: in training means over the pairs, else the values.
+
+    Args:
+        batch: of ``collate``.
+        values: (pairs,), by name.
+        losses: (pairs,), the loss of each pair.
+        mask: (pairs,), which of them are pairs.
+        training: whether the model is in training mode.
+    """
+    if not training:
+        detached = {name: value.detach() for name, value in values.items()}
+        return {"loss": losses.detach(), **detached}
+    count = mask.sum()
+    means = {"padding": batch["padding"]}
+    for name, value in values.items():
+        means[name] = torch.where(mask, value.detach(), 0.0).sum() / count
+    return means

@@ -38,7 +38,6 @@ def encoded_pair(
     columns: Mapping[str, str],
     tokenizer: Any,
     chat: Chat | None,
-    flags: Sequence[str] = (),
     *,
     length: int,
     overlong: OverlongPair = "cut",
@@ -50,7 +49,6 @@ def encoded_pair(
         columns: column name of each of the task's keys ("": no column).
         tokenizer: a tokenizer of transformers.
         chat: the chat template (None: all rows are texts).
-        flags: not used: an answer of a pair is always trained.
         length: maximum number of input tokens of a side.
         overlong: cut the end of a longer answer, or drop the pair.
 

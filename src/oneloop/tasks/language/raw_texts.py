@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.columns import values_of
-from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings, is_packed
 from oneloop.tasks.language.texts import open_all_texts, open_texts
 from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
@@ -66,9 +66,8 @@ class RawTexts(LanguageModel):
         split_by: SplitBy = "rows",
         **model: Any,
     ) -> None:
-        super().__init__(
-            packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
-        )
+        settings = ModelSettings(length=block, **model)
+        super().__init__(settings, packed=is_packed(pack, "concat", "packed", "padded"))
         self.pack = pack
         self.block = self.shape.length
         self.column = column
@@ -96,7 +95,6 @@ class RawTexts(LanguageModel):
     def _tokenize(self, encode: Encode) -> None:
         """Make the samples of each source and split; ``encode`` returns the tokens of a text."""
         self._encode = encode
-        self._tokenizer_key = tokenizer_key(self.tokenizer)
         samples = []
         for source in self._sources:
             column = source.columns["column"]
@@ -109,7 +107,7 @@ class RawTexts(LanguageModel):
     def _tokens(self, rows: Any, column: str, name: str) -> tuple[Ragged, dict[str, Any]]:
         """Return the tokens of the texts of a split, and a key of the texts' content."""
         make = partial(_encoded, self._encode, column, self.ends_texts)
-        made_by = [self._tokenizer_key, self.ends_texts, column]
+        made_by = [tokenizer_key(self.tokenizer), self.ends_texts, column]
         tokens = ragged(rows, make, made_by=made_by, what=f"tokenizing {name}")
         return tokens, {**rows.fingerprint(), "text": column}
 

@@ -1,84 +1,248 @@
-"""Samples of a language model from tokenized texts: cut, packed or padded, and collated.
+"""Samples of token tasks: groups of documents in one array of tokens, packed or padded.
 
-A token that is not a target (of a prompt) is stored as its bitwise complement, so that one array
-holds both kinds.
+A padded text is a group of one document. A pair of answers, and a source with its target, are
+groups of two. A packed row has several groups. A token that is not a target (of a prompt) is stored
+as its bitwise complement, so that one array holds both kinds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oneloop.data.order import Ordered, StoredOrder
+from oneloop.data.order import Order, Ordered, StoredOrder
 from oneloop.tasks.frozen.outputs import FrozenOutputs
-from oneloop.tasks.language.documents import Documents, token_ids
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.packing import Bucketed, packed
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.text_notes import cut_notes
 
 IGNORE = -100  # ignored target
+HEAD = 2  # numbers before the tokens of a pair: the tokens of its first document, and any other
 
 Overlong = Literal["cut", "split", "drop"]
 
 
-def _same(span: NDArray[np.int32]) -> Any:
-    """Return a span as it is."""
-    return span
+class Sample(NamedTuple):
+    """A sample: documents that belong together."""
+
+    documents: Sequence[Any]  # arrays of tokens, or what ``draw`` makes of them
+    is_row: bool = False  # whether they are one packed row
+    records: Sequence[NDArray[Any]] = ()  # of a frozen model, of each document
+    text: str = ""  # of the first answer, if its tokens do not give it back
+    number: int = 0  # that belongs to the group
 
 
-@dataclass(frozen=True)
-class Spans:
-    """Samples as ranges of an array of tokens, each with at least one target."""
+class Samples:
+    """Groups of documents in one array; each group is a sample, or several are packed into a row.
 
-    # the samples: each has at most ``length + 1`` tokens
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    stops: NDArray[np.int64]
-    length: int  # maximum number of input tokens (all but the last)
-    texts: NDArray[np.int64]  # text index of each sample
-    cut: NDArray[np.bool_]  # whether the text of each sample continues after it
+    In training, the samples of a step have similar lengths, unless they are packed.
 
-    notes: Sequence[str] = ()  # log lines about the texts
-    kept: Mapping[int, str] = field(default_factory=dict)  # texts of first answers, by start
-    special: int = 0  # number of special tokens that ``draw`` adds to each sample
-    draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
+    Args:
+        tokens: of all documents.
+        starts: (documents,), first token of each document.
+        stops: (documents,), end of each document.
+        lengths: returns the number of input tokens of each group, (groups,), from the tokens of its
+            documents, (groups, size); None: all tokens but the last of each document.
+        size: documents of a group.
+        room: input tokens of a row, into which groups are packed; 0: each group is a sample.
+        by_length: whether the samples of a step have similar lengths.
+        content: a key of the content (None: unknown).
+        notes: log lines about the texts.
+        texts: texts of first answers that their tokens do not give back, by start of the document.
+        numbers: (groups,), a number of each group; None: 0.
+        cut: (groups,), whether the first answer or the target is cut; None: none is.
+        draw: makes what a sample has of each document.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+        *,
+        lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
+        size: int = 1,
+        room: int = 0,
+        by_length: bool = True,
+        content: dict[str, Any] | None = None,
+        notes: Sequence[str] = (),
+        texts: Mapping[int, str] | None = None,
+        numbers: NDArray[np.int32] | None = None,
+        cut: NDArray[np.bool_] | None = None,
+        draw: Callable[[NDArray[np.int32]], Any] = np.asarray,
+    ) -> None:
+        self.tokens = tokens
+        self.starts = starts
+        self.stops = stops
+        self.size = size
+        self.room = room
+        self.by_length = by_length and not room
+        self.content = content
+        self.notes = notes
+        self.texts = texts or {}
+        self.cut = cut
+        self.draw = draw
+        self.outputs: FrozenOutputs | None = None
+        sizes = self.sizes.reshape(-1, size)
+        self.group_lengths = lengths(sizes) if lengths else sizes.sum(1) - size
+        if numbers is None:
+            numbers = np.broadcast_to(np.int32(0), len(sizes))
+        self.numbers = numbers
+
+        # Pack the groups once, by best-fit decreasing.
+        self.bins = packed(self.group_lengths, room) if room else None
+        self.most = size  # documents of a sample, at most
+        if self.bins is not None:
+            self.most *= int(np.diff(self.bins.ends, prepend=0).max())
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.group_lengths if self.bins is None else self.bins)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.draw(self.tokens[self.starts[index] : self.stops[index]])
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        groups = np.array([index]) if self.bins is None else self.bins[index]
+        offsets = np.arange(self.size)
+        numbers = (self.size * groups[:, None] + offsets).ravel().tolist()
+        records = []
+        if self.outputs is not None:
+            records = [self.outputs[number] for number in numbers]
+        return Sample(
+            documents=[self.draw(self.document(number)) for number in numbers],
+            is_row=self.bins is not None,
+            records=records,
+            text=self.texts.get(int(self.starts[numbers[0]]), ""),
+            number=int(self.numbers[groups[0]]),
+        )
+
+    def document(self, number: int) -> NDArray[np.int32]:
+        """Return the tokens of a document."""
+        return self.tokens[self.starts[number] : self.stops[number]]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Number of tokens of each document."""
+        return np.asarray(self.stops - self.starts, dtype=np.int64)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample."""
-        return np.asarray(self.stops - self.starts - 1 + self.special)
+        if self.bins is None:
+            return self.group_lengths
+        return np.full(len(self), self.room)
+
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
+        """Return an order by length within a few steps, unless all samples are equally long.
+
+        It depends on seed, epoch and global batch size.
+        """
+        if not shuffle:
+            return StoredOrder(len(self))
+        if self.by_length:
+            return Bucketed(self.lengths, seed=seed, batch=batch)
+        return Order(len(self), seed=seed)
+
+    def freeze(self, record: np.dtype[Any], *, targets: bool) -> FrozenOutputs:
+        """Add records of a frozen model to the documents, and return the records.
+
+        Args:
+            record: what is stored for a position.
+            targets: store a record for each target; else for each token that has a next one, so
+                that another mask of the targets needs the same records.
+        """
+        counts = self.sizes - 1
+        if targets:
+            counts = count_targets(self.tokens, self.starts, self.stops)
+        self.outputs = FrozenOutputs(
+            record,
+            counts=counts,
+            lengths=self.sizes,
+            content=self.token_hash(marks=targets),
+        )
+        return self.outputs
+
+    def token_hash(self, *, marks: bool) -> str:
+        """Return a hash of all token ids in order, and of the ends of the documents.
+
+        Args:
+            marks: whether it also depends on which tokens are targets.
+        """
+        from xxhash import xxh3_128
+
+        state = xxh3_128(self.sizes.astype("<i8").tobytes())
+        for number in range(len(self.starts)):
+            tokens = self.document(number)
+            values = tokens if marks else token_ids(tokens)
+            state.update(np.ascontiguousarray(values, "<i4").data)
+        return state.hexdigest()
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return a key of the content; None if it is unknown."""
+        return self.content and {"samples": len(self), **self.content}
+
+    @property
+    def cut_references(self) -> str:
+        """Why generated texts cannot be compared: their references are cut; else empty."""
+        if self.cut is None or not self.cut.any():
+            return ""
+        return (
+            f"the answers of {self.cut.sum():,} of {len(self):,} samples are cut; raise "
+            "task.length (seq2seq: task.target_length), or set task.overlong drop"
+        )
+
+    @property
+    def warning(self) -> str:
+        """Lines for the user about texts that are too long or unknown; else empty."""
+        return "; ".join(self.notes)
+
+    def about(self) -> str | None:
+        """Return a log line about the lengths, or about how full the rows are; None: all equal."""
+        lengths = self.group_lengths
+        what = "pairs" if self.size == 2 else "documents"
+        if self.by_length:
+            return (
+                f"{len(lengths):,} {what} of {lengths.mean():.0f} tokens on average, "
+                f"{lengths.max():,} at most, padded"
+            )
+        if self.bins is None:
+            return None
+        full = lengths.sum() / (len(self) * self.room)
+        return (
+            f"{len(lengths):,} {what} packed into {len(self):,} samples of {self.room:,} tokens, "
+            f"{100 * full:.1f} % full, at most {self.most // self.size} per sample; none attends "
+            "to another"
+        )
 
 
-def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -> Spans:
-    """Return the samples of tokenized texts.
+def cut_texts(
+    texts: Ragged, length: int, overlong: Overlong, *, special: int = 0, room: int = 0, **more: Any
+) -> Samples:
+    """Return the samples of tokenized texts, each with at least one target.
 
     Args:
         texts: tokens of each text; complements are not targets.
-        length: maximum number of input tokens of a sample.
+        length: maximum number of input tokens of a sample (all but the last).
         overlong: cut longer texts, split them (adjacent samples share one token), or drop them.
         special: how many of the input tokens are special ones, which ``texts`` do not have.
+        room: see :class:`Samples`.
+        more: other arguments of :class:`Samples`.
 
     Raises:
         ValueError: no sample is left.
     """
     most = length
     length -= special
+    values = texts.values
     starts, stops = ranges(texts)
     ends = stops
     text = np.arange(len(stops))
     long = stops - starts > length + 1
     cut = np.minimum(stops, starts + length + 1)
-    lost = int((_targets(texts.values, cut - 1, stops) > 0).sum())
+    lost = int((count_targets(values, cut - 1, stops) > 0).sum())
     if overlong == "cut":
         stops = cut
     elif overlong == "drop":
@@ -87,9 +251,9 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
                 f"all {len(long):,} texts are longer than {most:,} tokens; increase the length, or "
                 "truncate them"
             )
-        starts = starts[~long]
-        stops = stops[~long]
         text = text[~long]
+        starts = starts[text]
+        stops = stops[text]
     else:
         # The last target of a piece is the first input of the next one.
         pieces = np.maximum(1, -(-(stops - starts - 1) // length))
@@ -99,26 +263,87 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         stops = np.minimum(starts + length + 1, stops[text])
 
     # Keep the samples that have a target.
-    keep = _targets(texts.values, starts, stops) > 0
-    if not keep.any():
+    targets = count_targets(values, starts, stops)
+    keep = np.flatnonzero(targets)
+    if not len(keep):
         raise ValueError(_why_empty(texts, most))
+    dropped = len(targets) - len(keep)
+    starts = starts[keep]
+    stops = stops[keep]
+    targets = targets[keep]
+
+    # The first answer is cut if only targets follow it in the sample, and its text has more of it.
+    cut = stops < ends[text[keep]]
+    cut[cut] = values[stops[cut]] >= 0
+    cut[cut] = count_targets(values, (stops - targets - 1)[cut], stops[cut]) == targets[cut]
 
     # The first token of a text is not a target.
     limit = f"{most:,} tokens" if special else f"{most + 1:,} tokens ({most:,} targets)"
     what = f"texts are longer than {limit}"
     lines = cut_notes(long.sum(), len(long), what, overlong, lost=lost)
-    if not keep.all():
-        lines.append(f"{(~keep).sum():,} samples have no token to train on and are dropped")
-    return Spans(
-        tokens=texts.values,
-        starts=starts[keep],
-        stops=stops[keep],
-        length=most,
-        texts=text[keep],
-        cut=stops[keep] < ends[text[keep]],
+    if dropped:
+        lines.append(f"{dropped:,} samples have no token to train on and are dropped")
+    return Samples(
+        values,
+        starts,
+        stops,
+        lengths=lambda sizes: sizes.sum(1) - 1 + special,
+        room=room,
         notes=[*texts.notes, *lines],
-        kept=texts.texts,
-        special=special,
+        texts=texts.texts,
+        cut=cut,
+        **more,
+    )
+
+
+def cut_blocks(
+    texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None
+) -> Samples:
+    """Return samples of ``block + 1`` tokens, cut from the concatenated texts.
+
+    They overlap by one token, so that every token except the first is a target once.
+
+    Args:
+        texts: tokens of each text.
+        block: targets per sample.
+        whole: drop a shorter last sample.
+        content: a key of the texts' content (None: unknown).
+    """
+    targets = max(0, len(texts.values) - 1)
+    starts = block * np.arange(targets // block if whole else -(-targets // block))
+    stops = np.minimum(starts + block + 1, len(texts.values))
+    return Samples(texts.values, starts, stops, by_length=False, content=content)
+
+
+def paired(pairs: Ragged, limit: str, **more: Any) -> Samples:
+    """Return pairs of documents, without those that were dropped, which are empty arrays.
+
+    Args:
+        pairs: of each pair, the tokens of its first document (their number), any number, and the
+            tokens of both documents.
+        limit: the longest pair that is not dropped, for messages.
+        more: other arguments of :class:`Samples`.
+
+    Raises:
+        ValueError: no pair is left.
+    """
+    starts, stops = ranges(pairs)
+    kept = np.flatnonzero(stops > starts)
+    if not len(kept):
+        raise ValueError(
+            f"all {len(stops):,} pairs are longer than {limit}; raise it, or set task.overlong cut"
+        )
+    head = starts[kept]
+    middle = head + HEAD + pairs.values[head]
+    return Samples(
+        pairs.values,
+        np.stack([head + HEAD, middle], axis=1).ravel(),
+        np.stack([middle, stops[kept]], axis=1).ravel(),
+        size=2,
+        notes=pairs.notes,
+        texts={start + HEAD: text for start, text in pairs.texts.items()},
+        numbers=pairs.values[head + 1],
+        **more,
     )
 
 
@@ -143,7 +368,7 @@ def _why_empty(texts: Ragged, length: int) -> str:
     )
 
 
-def _targets(
+def count_targets(
     values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the number of targets of each range; its first token is only an input."""
@@ -157,228 +382,81 @@ def _targets(
     return counts
 
 
-def frozen_targets(samples: "Pieces | Packed", record: np.dtype[Any]) -> FrozenOutputs:
-    """Add a record of a frozen model for each target of each span, and return the records.
-
-    A sample is then a span with its records, or a list of such pairs.
-    """
-    spans = samples.spans
-    documents = Documents(spans.tokens, spans.starts, spans.stops)
-    samples.outputs = FrozenOutputs(
-        record,
-        counts=_targets(spans.tokens, spans.starts, spans.stops),
-        lengths=documents.lengths,
-        content=documents.digest(marks=True),
-    )
-    return samples.outputs
-
-
-class Pieces:
-    """Samples of one span each (tokens and complements)."""
-
-    def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
-        """Use these samples; ``content`` is a key of the texts' content (None: unknown)."""
-        self.spans = spans
-        self.content = content
-        self.outputs: FrozenOutputs | None = None
-
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        sample = self.spans[index]
-        if self.outputs is not None:
-            sample = (sample, self.outputs[index])
-        text = self.spans.kept.get(self.spans.starts[index])
-        return (sample, text) if text else sample
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return a key of the texts' content; None if it is unknown."""
-        return self.content and {"samples": len(self), **self.content}
-
-
-class Padded(Pieces):
-    """The same. In training the samples of a step have similar lengths."""
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample."""
-        return self.spans.lengths
-
-    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
-        """Return an order by length within a few steps.
-
-        It depends on seed, epoch and global batch size.
-        """
-        if not shuffle:
-            return StoredOrder(len(self))
-        return Bucketed(self.spans.lengths, seed=seed, batch=batch)
-
-    @property
-    def cut_references(self) -> str:
-        """Why generated texts cannot be compared: first answers are cut; else empty."""
-        spans = self.spans
-        count = 0
-        for index in np.flatnonzero(spans.cut):
-            stop = spans.stops[index]
-            is_target = spans.tokens[spans.starts[index] + 1 : stop] >= 0
-            first = int(np.argmax(is_target))
-            # The answer is cut if it reaches the end of the sample, and the text has more of it.
-            reaches_end = is_target[first:].all()
-            if reaches_end and spans.tokens[stop] >= 0:
-                count += 1
-        if not count:
-            return ""
-        return (
-            f"the answers of {count:,} of {len(self):,} samples are cut at {spans.length:,} "
-            "tokens; raise task.length, or set task.overlong drop"
-        )
-
-    def about(self) -> str:
-        """Return a log line about the sample lengths."""
-        lengths = self.lengths
-        return (
-            f"{len(self):,} samples of {lengths.mean():.0f} tokens on average, {lengths.max():,} "
-            "at most, padded"
-        )
-
-
-class Prompts(Padded):
-    """Prompts, one text each, in order; of a prompt longer than ``length`` only the end is kept.
-
-    Known answers are targets; the last token is not an input.
-    """
-
-    def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
-        """Use these texts, with at most ``length`` input tokens each."""
-        starts, stops = ranges(texts)
-        cut = int((stops - starts > length + 1).sum())
-        prompts = Spans(
-            tokens=texts.values,
-            starts=starts,
-            stops=stops,
-            length=length,
-            texts=np.arange(len(stops)),
-            cut=np.zeros(len(stops), dtype=bool),
-            kept=texts.texts,
-        )
-        super().__init__(prompts, content)
-        self.warning = ""
-        if cut:
-            self.warning = (
-                f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens: only the end "
-                "of each prompt is used, without metrics"
-            )
-
-    def __getitem__(self, index: int) -> Any:
-        tokens = self.spans[index]
-        length = self.spans.length
-        if len(tokens) <= length + 1:
-            return super().__getitem__(index)
-        # Keep the end of the prompt, without the answer; ~0 stands for the token that is no input.
-        targets = np.flatnonzero(tokens >= 0)
-        end = targets[0] if len(targets) else -1
-        return np.append(tokens[:end][-length:], np.int32(~0))
-
-
-class Packed:
-    """Samples of several spans each, packed once by best-fit decreasing."""
-
-    def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
-        """Pack these samples; ``content`` is a key of the texts' content (None: unknown)."""
-        self.spans = spans
-        self.content = content
-        self.outputs: FrozenOutputs | None = None
-        self.bins = packed(spans.lengths, spans.length)
-        # The maximum number of documents per row.
-        self.most = int(np.diff(self.bins.ends, prepend=0).max())
-
-    def __len__(self) -> int:
-        return len(self.bins)
-
-    def __getitem__(self, index: int) -> list[Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        members = self.bins[index].tolist()
-        if self.outputs is None:
-            return [self.spans[member] for member in members]
-        return [(self.spans[member], self.outputs[member]) for member in members]
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample: all are equal."""
-        return np.full(len(self), self.spans.length)
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return a key of the texts' content; None if it is unknown."""
-        return self.content and {"samples": len(self), **self.content}
-
-    def about(self) -> str:
-        """Return a log line about how full the rows are."""
-        full = self.spans.lengths.sum() / (len(self) * self.spans.length)
-        return (
-            f"{len(self.spans):,} documents packed into {len(self):,} samples of "
-            f"{self.spans.length:,} tokens, {100 * full:.1f} % full, at most {self.most} per "
-            "sample; none attends to another"
-        )
-
-
-def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
-    """Return one batch of spans, or of packed rows (lists of spans).
+def filled(rows: Sequence[Any], value: int, width: int = 0) -> Tensor:
+    """Return arrays as the rows of one table, int64, filled up on the right.
 
     Args:
-        samples: spans with tokens and complements, or lists of spans.
-        width: input tokens of a row (0: those of the longest row).
-        most: maximum number of spans of a packed row.
+        rows: arrays of numbers.
+        value: fills up shorter rows.
+        width: of the table (0: the longest row).
+    """
+    width = width or max(map(len, rows))
+    table = np.full((len(rows), width), value, dtype=np.int64)
+    for row, numbers in zip(table, rows, strict=True):
+        row[: len(numbers)] = numbers
+    return torch.from_numpy(table)
+
+
+def collated(groups: Sequence[Sample], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
+    """Return one batch of groups. Each document is a row, or all documents of a packed row.
+
+    Args:
+        groups: of :class:`Samples`.
+        width: input tokens of a packed row.
+        most: maximum number of documents of a packed row.
 
     Returns:
-        ``input`` and ``target``, int64 of shape (samples, width), and the share of ``padding``.
-        Single spans add their ``length``. Packed rows add ``position`` and ``document`` (number)
-        of each token, and ``cuts``, int32: document starts in all rows concatenated. Padding is a
-        separate document.
+        ``input`` and ``target``, int64 of shape (rows, width), and the share of ``padding``.
+        Documents that are rows add their ``length``. Packed rows add ``position`` and ``document``
+        (number) of each token, and ``cuts``, int32: document starts in all rows concatenated.
+        Padding is a separate document.
     """
-    # Allocate the arrays; a row of one span is a list of one.
-    rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
-    if not width:
-        width = max(sum(map(len, row)) - len(row) for row in rows)
-    inputs = np.zeros((len(rows), width), dtype=np.int64)
-    target = np.full((len(rows), width), IGNORE, dtype=np.int64)
-    position = np.zeros_like(inputs)
-    document = np.zeros((len(rows), width), dtype=np.int32)
-    cuts = list[int]()
-    real_tokens = 0
-
-    # Write one document after the other.
-    for number, row in enumerate(rows):
-        start = 0
-        for span in [*row, None]:
-            # None stands for the padding, which is a document of its own.
-            if span is None:
-                size = width - start
-            else:
-                size = len(span) - 1
-            if not size:
-                continue
-            columns = slice(start, start + size)
-            if span is not None:
-                inputs[number, columns] = token_ids(span[:-1])
-                target[number, columns] = np.where(span[1:] < 0, IGNORE, span[1:])
-                real_tokens += size
-            position[number, columns] = np.arange(size)
-            document[number, columns] = len(cuts)
-            cuts.append(number * width + start)
-            start += size
-
-    batch = {"input": torch.from_numpy(inputs), "target": torch.from_numpy(target)}
-    if isinstance(samples[0], list):
-        # Fill up with the total length, so that ``cuts`` of all batches have the same shape.
-        cuts += [len(rows) * width] * (len(rows) * (most + 1) + 1 - len(cuts))
-        batch["position"] = torch.from_numpy(position)
-        batch["document"] = torch.from_numpy(document)
-        batch["cuts"] = torch.from_numpy(np.array(cuts, dtype=np.int32))
+    are_rows = groups[0].is_row
+    if are_rows:
+        rows = [group.documents for group in groups]
     else:
-        batch["length"] = torch.from_numpy(np.array([len(row[0]) - 1 for row in rows]))
-    batch["padding"] = torch.tensor(1 - real_tokens / inputs.size)
+        rows = [[document] for group in groups for document in group.documents]
+        width = 0
+    inputs = [np.concatenate([token_ids(document[:-1]) for document in row]) for row in rows]
+    targets = [np.concatenate([document[1:] for document in row]) for row in rows]
+    targets = [np.where(target < 0, IGNORE, target) for target in targets]
+    batch = {"input": filled(inputs, 0, width), "target": filled(targets, IGNORE, width)}
+    lengths = np.array([len(row) for row in inputs])
+    batch["padding"] = torch.tensor(1 - int(lengths.sum()) / batch["input"].numel())
+    if not are_rows:
+        batch["length"] = torch.from_numpy(lengths)
+        return batch
+
+    # Number the documents; the padding of a row is one, too.
+    sizes = list[int]()
+    for row, length in zip(rows, lengths.tolist(), strict=True):
+        sizes += [len(document) - 1 for document in row]
+        if length < width:
+            sizes.append(width - length)
+    cuts = np.cumsum(sizes) - sizes
+    document = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    position = np.arange(len(document)) - cuts[document]
+    batch["position"] = torch.from_numpy(position).view_as(batch["input"])
+    batch["document"] = torch.from_numpy(document).view_as(batch["input"])
+
+    # Fill up with the total length, so that ``cuts`` of all batches have the same shape.
+    missing = len(rows) * (most + 1) + 1 - len(cuts)
+    cuts = np.append(cuts, [len(document)] * missing)
+    batch["cuts"] = torch.from_numpy(cuts.astype(np.int32))
     return batch
+
+
+def records_of_targets(groups: Sequence[Sample]) -> NDArray[Any]:
+    """Return the records of all targets of a batch, in order.
+
+    Args:
+        groups: each document has a record for each target, or for each token with a next one.
+    """
+    records = []
+    for group in groups:
+        for document, of_document in zip(group.documents, group.records, strict=True):
+            is_target = document[1:] >= 0
+            if len(of_document) == len(is_target):
+                of_document = of_document[is_target]
+            records.append(of_document)
+    return np.concatenate(records)

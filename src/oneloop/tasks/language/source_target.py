@@ -1,28 +1,20 @@
-"""Samples of a sequence-to-sequence model: pairs of source and target tokens, cut and padded.
+"""Rows of a sequence-to-sequence model as pairs of source and target tokens, and their batches."""
 
-One array holds both: the source tokens are stored as their bitwise complements, before the target
-tokens.
-"""
-
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.language.kept_texts import keep_text
 from oneloop.tasks.language.messages_as_json import brief, is_missing
-from oneloop.tasks.language.packing import Bucketed
-from oneloop.tasks.language.sequences import IGNORE, ranges
-from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.language.sequences import IGNORE, Sample, filled
+from oneloop.tasks.rows.cached_arrays import remark
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.text_notes import cut_notes, remark_unknown
+from oneloop.tasks.text_notes import remark_unknown
 
 Overlong = Literal["cut", "drop"]
-Pair = tuple[NDArray[np.int32], NDArray[np.int32], str]
-"""tokens of source and target, and the text of the target if its tokens do not give it back"""
 
 
 def texts_in(rows: Any, columns: Mapping[str, str]) -> Iterator[str]:
@@ -39,16 +31,36 @@ def texts_in(rows: Any, columns: Mapping[str, str]) -> Iterator[str]:
                 yield row[column]
 
 
-def encoded_pair(
-    row: Row, columns: Mapping[str, str], tokenizer: Any, prefix: str, *, labelled: bool = True
+def limit_of(lengths: tuple[int, int]) -> str:
+    """Return the most tokens of a source and of a target, for messages."""
+    return (
+        f"task.length ({lengths[0]:,} source tokens) or task.target_length ({lengths[1]:,} target "
+        "tokens)"
+    )
+
+
+def encoded_source(
+    row: Row,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    *,
+    prefix: str,
+    lengths: tuple[int, int],
+    overlong: Overlong = "cut",
+    labelled: bool = True,
 ) -> NDArray[np.int32]:
-    """Return the tokens of a row: complements of those of the source, then those of the target.
+    """Return a row as a pair of documents; empty if it is dropped.
+
+    The pair is as of :func:`oneloop.tasks.language.sequences.paired`; its number is 1 if the target
+    is cut.
 
     Args:
         row: values by column.
         columns: names of the columns ``source`` and ``target`` ("": no such column).
         tokenizer: a tokenizer of transformers.
         prefix: text before each source.
+        lengths: most tokens of a source and of a target.
+        overlong: cut longer ones (an end token stays), or drop the pair.
         labelled: whether the row needs a target.
 
     Raises:
@@ -59,15 +71,35 @@ def encoded_pair(
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
     labels = list[int]()
+    target = ""
     if columns["target"] and (labelled or not is_missing(row[columns["target"]])):
         target = _text(row, columns["target"], "target", end=tokenizer.eos_token)
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-        keep_text(labels, target, tokenizer)
+
+    # Drop a pair that is too long, or cut it.
+    is_cut = len(labels) > lengths[1]
+    if is_cut or len(inputs) > lengths[0]:
+        example = f"{len(inputs):,} and {len(labels):,} tokens"
+        remark(f"are longer than {limit_of(lengths)}; task.overlong is {overlong}", example)
+        if overlong == "drop":
+            return np.zeros(0, np.int32)
+    keep_text(labels, target, tokenizer)
     remark_unknown([*inputs, *labels], tokenizer)
-    return np.array([*(~token for token in inputs), *labels], dtype=np.int32)
+    inputs, labels = (
+        _cut(tokens, limit, tokenizer.all_special_ids)
+        for tokens, limit in zip((inputs, labels), lengths, strict=True)
+    )
+    return np.array([len(inputs), is_cut, *inputs, *labels], dtype=np.int32)
+
+
+def _cut(tokens: list[int], limit: int, ends: Sequence[int]) -> list[int]:
+    """Return at most ``limit`` tokens; one that ends the text stays."""
+    if len(tokens) > limit and tokens[-1] in ends:
+        return [*tokens[: limit - 1], tokens[-1]]
+    return tokens[:limit]
 
 
 def _text(row: Row, column: str, key: str, *, end: str = "") -> str:
@@ -83,124 +115,11 @@ def _text(row: Row, column: str, key: str, *, end: str = "") -> str:
     return value
 
 
-class SourceTarget:
-    """Pairs of source and target tokens; in training those of a step have similar lengths.
-
-    Args:
-        texts: from :func:`encoded_pair`.
-        lengths: most tokens of a source and of a target.
-        overlong: cut longer ones (an end token stays), or drop the pair.
-        ends: tokens that end a text.
-        content: a key of the texts' content (None: unknown).
-
-    Raises:
-        ValueError: no pair is left.
-    """
-
-    def __init__(
-        self,
-        texts: Ragged,
-        lengths: tuple[int, int],
-        overlong: Overlong,
-        *,
-        ends: Collection[int],
-        content: dict[str, Any] | None,
-    ) -> None:
-        self.content = content
-        self._ends = ends
-        self._values = texts.values
-        self._texts = texts.texts
-        self._limits = lengths
-
-        # Find where each source and each target ends.
-        starts, stops = ranges(texts)
-        middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
-        is_cut = stops - middles > lengths[1]
-        too_long = (middles - starts > lengths[0]) | is_cut
-        what = f"pairs are longer than {lengths[0]:,} source or {lengths[1]:,} target tokens"
-        count = int(too_long.sum())
-        lines = cut_notes(count, len(stops), what, overlong, lost=int(is_cut.sum()))
-        self.notes = [*texts.notes, *lines]
-        keep = np.ones(len(stops), dtype=bool)
-        if overlong == "drop":
-            keep = ~too_long
-        if not keep.any():
-            raise ValueError(
-                f"all {len(stops):,} pairs are longer than {lengths[0]:,} source or "
-                f"{lengths[1]:,} target tokens; raise task.length or task.target_length"
-            )
-        self._starts = starts[keep]
-        self._middles = middles[keep]
-        self._stops = stops[keep]
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Pair:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        middle = self._middles[index]
-        source = ~np.asarray(self._values[self._starts[index] : middle])
-        target = np.asarray(self._values[middle : self._stops[index]])
-        text = self._texts.get(self._starts[index], "")
-        return self._cut(source, self._limits[0]), self._cut(target, self._limits[1]), text
-
-    def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
-        """Return at most ``limit`` tokens; one that ends the text stays."""
-        if len(tokens) <= limit:
-            return tokens
-        if int(tokens[-1]) not in self._ends:
-            return tokens[:limit]
-        return np.append(tokens[: limit - 1], tokens[-1])
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of tokens of each pair, source and target."""
-        source = np.minimum(self._middles - self._starts, self._limits[0])
-        target = np.minimum(self._stops - self._middles, self._limits[1])
-        return np.asarray(source + target)
-
-    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
-        """Return an order by length within a few steps; it depends on seed, epoch and batch."""
-        if not shuffle:
-            return StoredOrder(len(self))
-        return Bucketed(self.lengths, seed=seed, batch=batch)
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return a key of the texts' content; None if it is unknown."""
-        return self.content and {"samples": len(self), **self.content}
-
-    @property
-    def cut_references(self) -> str:
-        """Why generated texts cannot be compared: some targets are cut; else empty."""
-        limit = self._limits[1]
-        count = int((self._stops - self._middles > limit).sum())
-        if not count:
-            return ""
-        return (
-            f"{count:,} of {len(self):,} targets are cut at {limit:,} tokens; raise "
-            "task.target_length, or set task.overlong drop"
-        )
-
-    @property
-    def warning(self) -> str:
-        """Lines for the user about texts that are too long or unknown; else empty."""
-        return "; ".join(self.notes)
-
-    def about(self) -> str:
-        """Return a log line about the lengths."""
-        lengths = self.lengths
-        return (
-            f"{len(self):,} pairs of {lengths.mean():.0f} tokens on average, {lengths.max():,} at "
-            "most, padded"
-        )
-
-
-def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
+def collated_sources(samples: Sequence[Sample], *, padding: int) -> dict[str, Any]:
     """Return one batch, padded to its longest source and target.
 
     Args:
-        pairs: source and target tokens, and texts.
+        samples: pairs of source and target tokens.
         padding: token of the padding of sources.
 
     Returns:
@@ -208,20 +127,16 @@ def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Any]:
         target tokens), in which padding is ignored; the share of ``padding``; and ``text``, of each
         target that its tokens do not give back, or "".
     """
-    width = max(len(source) for source, _, _ in pairs)
-    target_width = max(1, *(len(target) for _, target, _ in pairs))
-    inputs = np.full((len(pairs), width), padding, dtype=np.int64)
-    mask = np.zeros_like(inputs)
-    targets = np.full((len(pairs), target_width), IGNORE, dtype=np.int64)
-    for row, (source, target, _) in enumerate(pairs):
-        inputs[row, : len(source)] = source
-        mask[row, : len(source)] = 1
-        targets[row, : len(target)] = target
-    real = mask.sum() + (targets != IGNORE).sum()
+    sources, targets = zip(*(sample.documents for sample in samples), strict=True)
+    inputs = filled(sources, padding)
+    mask = filled([np.ones_like(source) for source in sources], 0)
+    target = filled(targets, IGNORE, max(1, *map(len, targets)))
+    total = inputs.numel() + target.numel()
+    real = int(mask.sum() + (target != IGNORE).sum())
     return {
-        "input": torch.from_numpy(inputs),
-        "mask": torch.from_numpy(mask),
-        "target": torch.from_numpy(targets),
-        "padding": torch.tensor(1 - real / (inputs.size + targets.size)),
-        "text": [text for _, _, text in pairs],
+        "input": inputs,
+        "mask": mask,
+        "target": target,
+        "padding": torch.tensor(1 - real / total, dtype=torch.float64),
+        "text": [sample.text for sample in samples],
     }

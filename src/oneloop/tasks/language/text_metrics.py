@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from oneloop.tasks.language.generation import TIES
+from oneloop.tasks.language.kept_texts import first_answer
 
 ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 DEFAULT = ["exact_match", "bleu", "chrf", "rouge1", "rouge2", "rougeL"]
@@ -125,3 +126,33 @@ def update_texts(
             metric.update(list(texts), list(references))
         else:
             metric.update(list(texts), [[reference] for reference in references])
+
+
+class WritesTexts:
+    """Base class of tasks whose models write texts, which are compared with their targets."""
+
+    writes = True
+    counts_whole_texts = True
+    beams = 1  # of the beam search
+    text_metrics: Sequence[str]
+    tokenizer: Any
+
+    def generated_metrics(self) -> Any:
+        return text_metrics(self.text_metrics, near_ties=self.beams == 1)
+
+    def update_generated(self, metrics: Any, batch: dict[str, Any], texts: list[str]) -> None:
+        """Compare each text with the first answer of its sample."""
+        update_texts(metrics, batch, texts, [text or "" for text in self._references(batch)])
+
+    def _references(self, batch: Mapping[str, Any]) -> list[str | None]:
+        """Return the first trained answer of each sample as text; None if there is none."""
+        texts = list[str | None]()
+        for text, target in zip(batch["text"], batch["target"].tolist(), strict=True):
+            tokens = first_answer(target)
+            # The entry ``text`` has what the tokens do not give back.
+            texts.append(text or (self._answer(tokens) if tokens else None))
+        return texts
+
+    def _answer(self, tokens: list[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))

@@ -110,11 +110,8 @@ class TextFiles:
         for file in self.files:
             yield pyarrow.array([file.text], pyarrow.large_string())
 
-    def select(
-        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
-    ) -> "TextFiles":
-        rows = np.delete(np.arange(len(self)), indices) if exclude else indices
-        return TextFiles([self.files[row] for row in rows], self.column)
+    def select(self, indices: NDArray[np.int64]) -> "TextFiles":
+        return TextFiles([self.files[row] for row in indices], self.column)
 
 
 def stdlib() -> list[TextFile]:

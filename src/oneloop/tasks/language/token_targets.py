@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,39 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.wide_sums import widest
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
+from oneloop.tasks.language.models import load_model
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.text_sums import TextSums
-from oneloop.tasks.rows.open_data import SplitSets
+from oneloop.tasks.light_metrics import TextMeans
+from oneloop.tasks.rows.open_data import Source, combined
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 
-class TokenTargets(SplitSets):
+@dataclass(frozen=True, kw_only=True)
+class LoadSettings:
+    """Which model is loaded.
+
+    Args:
+        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a
+            model from scratch).
+        pretrained: load the weights of model (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        lora: low-rank adapters for a pretrained model; only the adapters are trained.
+    """
+
+    model: str | None = None
+    pretrained: bool = True
+    trust_remote_code: bool = False
+    lora: LoRA = LoRA()
+
+
+class TokenTargets:
     """Targets are tokens: ``batch["target"]``; the weight is their number.
 
     The outputs of a loss are ``loss`` (nats) and, in evaluations, ``right``, each of the shape of
     the target.
 
     Args:
-        model: a folder saved by transformers or peft, or hf:ID[@REVISION]; None: a model from
-            scratch.
-        pretrained: load the weights.
-        trust_remote_code: run Python code stored with the weights.
-        lora: settings of adapters.
+        settings: which model is loaded; it may be a folder of adapters.
     """
 
     unit = "tokens"
@@ -37,16 +53,17 @@ class TokenTargets(SplitSets):
     adapted_for = "CAUSAL_LM"  # peft's name of the kind of task
     head = ""  # name of a layer that adapters do not replace: it is trained as a whole
     needs_fast_tokenizer = True
+    length_key = "length"  # task key of the sample length
+    ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
+    chat_template: str | None = None  # for the saved tokenizer, in place of its own
     tokenizer: Any
 
-    def __init__(
-        self, model: str | None, *, pretrained: bool, trust_remote_code: bool, lora: LoRA
-    ) -> None:
+    def __init__(self, settings: LoadSettings) -> None:
         # The model to load; with adapters, ``model`` may be their folder.
-        self.pretrained = pretrained
-        self.trust_remote_code = trust_remote_code
-        self.adapters = adapters(model, lora, pretrained=pretrained)
-        self.name = model if self.adapters is None else self.adapters.base
+        self.pretrained = settings.pretrained
+        self.trust_remote_code = settings.trust_remote_code
+        self.adapters = adapters(settings.model, settings.lora, pretrained=settings.pretrained)
+        self.name = settings.model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
             raise ValueError(
                 f"task.model {self.name!r} is not a folder saved by transformers; give one, or "
@@ -56,6 +73,8 @@ class TokenTargets(SplitSets):
         # Lines for the log: all, and those about the data.
         self.notes = list[str]()
         self._data_notes = list[str]()
+
+        self.samples: dict[str, Any] = {}
 
         # Set by ``model``.
         self.origin: BaseModel | None = None
@@ -71,6 +90,29 @@ class TokenTargets(SplitSets):
             source, trust_remote_code=self.trust_remote_code, fast=self.needs_fast_tokenizer
         )
 
+    def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
+        """Use these samples of each source, by split.
+
+        ``samples`` has all by name of the split, or SPLIT/SOURCE of a mixture.
+        """
+        self._sets = combined(sources, samples)
+        for source, splits in zip(sources, samples, strict=True):
+            for split, made in splits.items():
+                name = split if len(sources) == 1 else f"{split}/{source.name}"
+                self.samples[name] = made
+        train = [splits["train"] for splits in samples]
+        self._max_documents = max(part.most for part in train)
+        if len(sources) > 1 and train[0].by_length:
+            self._data_notes.append(
+                "a mixture defines its own order: samples are not sorted by length (more padding)"
+            )
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: data for name, data in self._sets.items() if name != "train"}
+
     def _note(self, split: str, lines: Sequence[str]) -> None:
         """Add log lines about the data of a split."""
         self._data_notes += [f"{split}: {line}" for line in lines]
@@ -78,6 +120,24 @@ class TokenTargets(SplitSets):
     def bare_model(self) -> nn.Module:
         """Build or load the model, without adapters."""
         raise NotImplementedError
+
+    def load(self, **options: Any) -> nn.Module:
+        """Load the model that ``task.model`` names, and add what was noted to the notes.
+
+        Args:
+            options: of :func:`oneloop.tasks.language.models.load_model`.
+        """
+        assert self.name is not None
+        model, added = load_model(
+            self.name,
+            length_key=self.length_key,
+            pretrained=self.pretrained,
+            trust_remote_code=self.trust_remote_code,
+            lora=None if self.adapters is None else self.adapters.settings,
+            **options,
+        )
+        self.notes = [*self._data_notes, *added]
+        return model
 
     def adapted_model(self) -> nn.Module:
         """Build or load the model, with the adapters."""
@@ -101,32 +161,35 @@ class TokenTargets(SplitSets):
         """Number of bytes of each token, shape (vocabulary,); None if unknown."""
         return None
 
-    def metrics(self) -> TextSums:
-        return TextSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
+    def metrics(self) -> TextMeans:
+        """Return perplexity and accuracy, and what else can be counted."""
+        better: dict[str, bool | None] = {"perplexity": False, "accuracy": True}
+        if self.token_bytes is not None:
+            better["bits_per_byte"] = False
+        if self.counts_whole_texts:
+            better["exact"] = True
+        return TextMeans(better)
 
     def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+        self, metrics: TextMeans, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
         target = batch["target"]
         is_target = target != IGNORE
         right = outputs["right"] & is_target
 
-        # Count the bytes of the target tokens, for bits per byte.
-        text = None
+        loss = outputs["loss"]
+        values = {"perplexity": (loss, is_target), "accuracy": (right, is_target)}
+        if "apart" in outputs:
+            values["divergence"] = (outputs["apart"].sum(), is_target)
+
+        # Count the bytes of the target tokens, and the texts that are fully correct.
         sizes = self._sizes_on(target.device)
         if sizes is not None:
-            text = (sizes[target.clamp(min=0)] * is_target).sum()
-        whole = None
+            values["bits_per_byte"] = (loss, sizes[target.clamp(min=0)] * is_target)
         if self.counts_whole_texts:
-            whole = (right | ~is_target).all(1)
-        metrics.update(
-            widest(outputs["loss"]).sum(),
-            is_target.sum(),
-            right=right.sum(),
-            text=text,
-            whole=whole,
-            divergence=outputs["apart"].sum() if "apart" in outputs else None,
-        )
+            exact = (right | ~is_target).all(1)
+            values["exact"] = (exact, torch.ones_like(exact))
+        metrics.update(values)
 
     def _sizes_on(self, device: torch.device) -> Tensor | None:
         """Return the bytes of each token on ``device``, where they are copied only once."""
@@ -156,6 +219,11 @@ class TokenTargets(SplitSets):
                     values[index] = None
         return columns
 
+    @property
+    def entries(self) -> int:
+        """Vocabulary size."""
+        return len(self.tokenizer)
+
     def decode(self, tokens: list[int]) -> str:
         """Return tokens as text."""
         return str(self.tokenizer.decode(tokens))
@@ -175,6 +243,13 @@ class TokenTargets(SplitSets):
             )
         self.origin = None
         return merged(model)
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write the model, and the tokenizer with the chat template of the run."""
+        self.save_model(model, folder, ends=self.ends)
+        if self.chat_template is not None:
+            self.tokenizer.chat_template = self.chat_template
+        self.tokenizer.save_pretrained(folder)
 
     def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
         """Write the configs with which transformers or, for adapters, peft loads the weights.

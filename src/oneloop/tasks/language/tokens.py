@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import cached_text, key_of
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.text_notes import remark_unknown
 
 # ChatML template with {% generation %} tags
@@ -216,40 +215,3 @@ def token_bytes(tokenizer: Any) -> NDArray[np.int64]:
     lengths = np.array([len(token) for token in tokens], dtype=np.int64)
     lengths[tokenizer.all_special_ids] = 0
     return lengths
-
-
-class Blocks:
-    """Samples of ``block + 1`` tokens, cut from the concatenated texts.
-
-    They overlap by one token, so that every token except the first is a target once.
-    """
-
-    def __init__(
-        self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None
-    ) -> None:
-        """Cut the texts.
-
-        Args:
-            texts: tokens of each text.
-            block: targets per sample.
-            whole: drop a shorter last sample.
-            content: a key of the texts' content (None: unknown).
-        """
-        self.tokens = texts.values
-        self.block = block
-        self.content = content
-        targets = max(0, len(texts.values) - 1)
-        self._length = targets // block if whole else -(-targets // block)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
-        if not 0 <= index < self._length:
-            raise IndexError(index)
-        start = index * self.block
-        return np.asarray(self.tokens[start : start + self.block + 1])
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return a key of the content; None if it is unknown."""
-        return self.content and {"samples": len(self), **self.content}

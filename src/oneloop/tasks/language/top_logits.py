@@ -4,7 +4,7 @@ A record has k entries, their log-probabilities at a temperature, and the logari
 all other probabilities, the tail. A tail at one temperature does not follow from that at another.
 """
 
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import numpy as np
@@ -57,14 +57,12 @@ def records(logits: Tensor, record: np.dtype[Any], *, temperature: float) -> NDA
     return made
 
 
-def collated_records(
-    rows: Sequence[Sequence[tuple[NDArray[np.int32], NDArray[Any]]]], shape: Any, vocabulary: int
-) -> dict[str, Tensor]:
+def collated_records(stored: NDArray[Any], is_target: Tensor, vocabulary: int) -> dict[str, Tensor]:
     """Return the records at the positions of their targets.
 
     Args:
-        rows: documents of each row with their records, one for each target.
-        shape: of the batch's target, (rows, width).
+        stored: the records of all targets of a batch, in order.
+        is_target: (rows, width), on the host.
         vocabulary: its size.
 
     Returns:
@@ -72,21 +70,11 @@ def collated_records(
         log-probabilities of the entries and of the tail, without a tail if k is the size of the
         vocabulary. Positions without a target have equal probabilities.
     """
-    k = rows[0][0][1].dtype["entry"].shape[0]
+    k = stored.dtype["entry"].shape[0]
     buckets = k + int(k < vocabulary)
-    entries = np.zeros((*shape, k), dtype=np.int64)
-    entries[:] = np.arange(k)
-    values = np.full((*shape, buckets), -np.log(buckets), dtype=np.float32)
-    for number, row in enumerate(rows):
-        start = 0
-        for span, stored in row:
-            places = start + np.flatnonzero(span[1:] >= 0)
-            entries[number, places] = stored["entry"]
-            values[number, places, :k] = stored["logp"]
-            if buckets > k:
-                values[number, places, k] = stored["tail"]
-            start += len(span) - 1
-    return {
-        "teacher_entry": torch.from_numpy(entries),
-        "teacher": torch.from_numpy(values),
-    }
+    entries = torch.arange(k).repeat(*is_target.shape, 1)
+    entries[is_target] = torch.from_numpy(stored["entry"].astype(np.int64))
+    values = torch.full((*is_target.shape, buckets), -math.log(buckets))
+    with_tail = np.concatenate([stored["logp"], stored["tail"][:, None]], axis=1)
+    values[is_target] = torch.from_numpy(with_tail[:, :buckets])
+    return {"teacher_entry": entries, "teacher": values}

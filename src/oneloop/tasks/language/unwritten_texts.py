@@ -1,7 +1,8 @@
 """Texts of a conversation that its chat template does not write: they are rejected, or counted.
 
 A text is written if the template writes another text in its place. So it does not matter how the
-template writes it: stripped, in any form of JSON, as a call in Python, or as XML.
+template writes it: stripped, in any form of JSON, as a call in Python, or as XML. Only
+arguments that are printed as Python prints a dict are rejected: the template needs them as text.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,9 +45,11 @@ def check_written(
 ) -> None:
     """Raise ValueError if a template leaves out tools, tool calls or results; count other texts.
 
+    Also raise it if arguments of a call are written as Python writes a dict, which is not JSON.
+
     Args:
         text: the rendered conversation.
-        messages: the conversation, with tool calls in the form that the template needs.
+        messages: the conversation.
         tools: JSON schemas for the template.
         render: renders messages and tools.
     """
@@ -59,6 +62,12 @@ def check_written(
     # Replace each of the others alone: the template may write a mark in another form.
     counted = set[str]()
     for mark, part in marks.items():
+        if part.key == "arguments" and part.value != {} and repr(part.value) in text:
+            raise ValueError(
+                f"the chat template writes the arguments of {part.subject} (number {part.number}) "
+                f"as Python and not as JSON ({brief(part.value)}); write them with the filter "
+                "tojson"
+            )
         if mark in marked or part.subject in counted:
             continue
         if _rendered({mark: part}, render_copy) != text:

@@ -3,7 +3,6 @@
 They come from JSON Lines, csv and Arrow files, image folders, and data sets of the hub.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,19 +14,19 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import (
     alone,
-    cached_text,
+    cached_json,
     content_of,
     key_of,
     numbers_key,
     rows_content,
 )
 from oneloop.tasks.rows.column_types import reject_mixed
-from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE, about_one_object
 from oneloop.tasks.rows.find_files import SPLITS, Found, split_of
 from oneloop.tasks.rows.image_rows import image_rows, metadata_files
 from oneloop.tasks.rows.objects import down_to, flattened, value_of
 from oneloop.tasks.rows.parquet_files import decoded_column, is_wanted, plain_features
-from oneloop.tasks.rows.rows import FINDINGS, Row
+from oneloop.tasks.rows.rows import FINDINGS, Row, drop_rows
 from oneloop.tasks.rows.text_tables import Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
@@ -40,17 +39,13 @@ class Table:
         dataset: the data set.
         content: its fingerprint.
         names: names of its files in messages, by number of the first row.
-        about: how its rows seem to be stored, for the message that there are too few.
     """
 
-    def __init__(
-        self, dataset: Any, content: Mapping[str, Any], names: Mapping[int, str], about: str = ""
-    ) -> None:
+    def __init__(self, dataset: Any, content: Mapping[str, Any], names: Mapping[int, str]) -> None:
         self.dataset = dataset
         self.types = dict(plain_features(dataset.features))
         self.content = content
         self.names = names
-        self.about_rows = about
         self._first = 0  # row of the files with which ``dataset`` begins
 
     def __len__(self) -> int:
@@ -79,18 +74,13 @@ class Table:
             array = plain[start : start + _BATCH][column].combine_chunks()
             yield decoded_column(array, self.types[column])
 
-    def select(
-        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
-    ) -> "Table":
-        rows = np.delete(np.arange(len(self)), indices) if exclude else indices
-        cache_file = str(index_file) if index_file else None
-        dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
-        content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
-        made = Table(dataset, content, self.names)
+    def select(self, indices: NDArray[np.int64]) -> "Table":
+        dataset = self.dataset.select(indices)
+        made = Table(dataset, {**self.content, "rows": numbers_key(indices)}, self.names)
         # ``datasets`` cuts consecutive rows out, and then has no indices.
         made._first = self._first
-        if dataset._indices is None and len(rows):
-            made._first += int(rows[0])
+        if dataset._indices is None and len(indices):
+            made._first += int(indices[0])
         return made
 
 
@@ -108,19 +98,14 @@ def tables(
     Raises:
         ValueError: a file or row cannot be read, or a column is missing.
     """
-    made = {}
-    for split, files in found.parts.items():
-        made[split] = _table(found, split, files, columns, skipped)
-    return made
+    return {split: table_of(found, split, columns, skipped) for split in found.parts}
 
 
-def _table(
-    found: Found[Path],
-    split: str,
-    files: Sequence[Path],
-    columns: Sequence[str] | None,
-    skipped: list[str] | None,
+def table_of(
+    found: Found[Path], split: str, columns: Sequence[str] | None, skipped: list[str] | None
 ) -> Table:
+    """Return the rows of one split; see :func:`tables`."""
+    files = found.parts[split]
     name = str(files[0] if len(files) == 1 else found.root)
     described = [*files]
     if found.kind == "image":
@@ -129,35 +114,36 @@ def _table(
     # Results for labels that are not the names of the images' own folders are cached separately.
     if found.regrouped:
         content["classes"] = key_of(found.regrouped)
-    made: Converted | None = None
+
+    # Objects of JSON have no types here, so their fields become columns.
     fields = list[str]()
-    names = {0: name}
+    if found.kind == "json":
+        fields = sorted(column for column in columns or () if "." in column)
+    made: Converted | None = None
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
-        dataset = None
         if found.kind == "image":
-            dataset = image_rows(found, split, columns or [])
+            made = Converted(image_rows(found, split, columns or []))
         elif found.kind == "arrow":
-            dataset, names = _mapped(files)
-        if dataset is None:
-            made = converted(found, split, files, content)
-            if found.kind == "json":
-                # Objects have no types here, so their fields become columns.
-                dotted = {column for column in columns or () if "." in column}
-                fields = sorted(dotted.difference(made.dataset.column_names))
-            if fields:
-                made = converted(found, split, files, content, fields)
-            dataset = made.dataset
+            made = _mapped(files)
+        if made is None:
+            made = converted(found, split, files, content, fields)
     if split:
         content["part"] = split
+
+    # Keep the columns that are read.
+    dataset = made.dataset
     if columns is None:
-        columns = dataset.column_names
-    if made is None:
-        return Table(with_columns(dataset, columns, name), content, names)
+        columns = [*dataset.column_names, *made.mixed]
     reject_mixed(made.mixed, columns, name)
-    first = Table(dataset, {}, {0: name})[0] if fields else {}
-    known = "".join(f", {field}" for field in sorted(flattened(first).keys() - first.keys()))
-    dataset = with_columns(dataset, columns, name, known + made.about)
-    table = Table(dataset, content, {0: name, **made.names}, made.about)
+    about = ""
+    if found.kind == "json" and len(dataset):
+        first = Table(dataset, {}, {0: name})[0]
+        about = about_one_object(first) if len(dataset) == 1 else ""
+        if fields:
+            inner = sorted(flattened(first).keys() - first.keys())
+            about = "".join(f", {field}" for field in inner) + about
+    dataset = with_columns(dataset, columns, name, about)
+    table = Table(dataset, content, {0: name, **made.names})
 
     # Values of columns that are not read do not count.
     bad: dict[int, tuple[str, str]] = {}
@@ -184,7 +170,7 @@ def with_texts(rows: Any, columns: Iterable[str], skipped: list[str] | None) -> 
     """
     texts = [column for column in columns if "string" in str(rows.types[column])]
     key = key_of(rows_content(rows), texts)
-    found = json.loads(cached_text(f"unicode/{key}.json", lambda: json.dumps(_wrong(rows, texts))))
+    found = cached_json(f"unicode/{key}.json", lambda: _wrong(rows, texts))
     bad = {index: (rows.where(index), f"{column!r} {NOT_UNICODE}") for index, column in found}
     return _readable(rows, bad, skipped)
 
@@ -231,14 +217,11 @@ def _readable(rows: Any, bad: Mapping[int, tuple[str, str]], skipped: list[str] 
         raise ValueError(f"no row can be read, the first: {reasons[0]}; correct it")
     else:
         skipped += reasons
-    return rows.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
+    return drop_rows(rows, [*bad])
 
 
-def _mapped(files: Sequence[Path]) -> tuple[Any, dict[int, str]]:
-    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format.
-
-    Also return the names of the files, by number of the first row.
-    """
+def _mapped(files: Sequence[Path]) -> Converted | None:
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
     import pyarrow
     from datasets import Dataset, concatenate_datasets
 
@@ -250,9 +233,9 @@ def _mapped(files: Sequence[Path]) -> tuple[Any, dict[int, str]]:
             shards.append(Dataset.from_file(str(file)))
             names[rows] = str(file)
             rows += len(shards[-1])
-        return concatenate_datasets(shards), names
+        return Converted(concatenate_datasets(shards), names)
     except (pyarrow.ArrowInvalid, OSError):
-        return None, {}
+        return None
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:

@@ -55,6 +55,22 @@ def cached_text(name: str, make: Callable[[], str]) -> str:
         return path.read_text(encoding="utf-8")
 
 
+def cached_json(name: str, make: Callable[[], Any]) -> Any:
+    """Return the JSON value in a file of the cache.
+
+    If the file is missing or damaged, store what ``make`` returns.
+    """
+    with alone(name) as path:
+        try:
+            return json.loads(path.read_text())
+        except (OSError, ValueError):
+            pass
+        value = make()
+        with replacing(path) as draft:
+            draft.write_text(json.dumps(value))
+        return value
+
+
 def key_of(*values: Any) -> str:
     """Return a hash of JSON values as a cache key."""
     return xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
@@ -69,10 +85,9 @@ def rows_content(rows: Any) -> Any:
     return rows.cache_key() if hasattr(rows, "cache_key") else rows.fingerprint()
 
 
-def numbers_key(numbers: NDArray[np.int64], *, exclude: bool) -> str:
-    """Return a key for these row numbers, or (``exclude``) for all others."""
-    digest = xxh3_64_hexdigest(np.ascontiguousarray(numbers, "<i8").tobytes())
-    return f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
+def numbers_key(numbers: NDArray[np.int64]) -> str:
+    """Return a key for these row numbers."""
+    return f"{len(numbers)}: {xxh3_64_hexdigest(np.ascontiguousarray(numbers, '<i8').tobytes())}"
 
 
 def below(file: PurePath, root: PurePath) -> str:
@@ -130,12 +145,7 @@ def described(named: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """
     if len(named) <= _LISTED:
         return {"files": dict(named)}
-    digest = {
-        "count": len(named),
-        "bytes": sum(size for size, _ in named.values()),
-        "digest": key_of(named),
-    }
-    return {"files": digest}
+    return {"files": {"count": len(named), "digest": key_of(named)}}
 
 
 def _known(cache_file: Path) -> dict[str, Any]:

@@ -1,116 +1,124 @@
 """Types of the columns of JSON rows and image metadata, to store them in Arrow."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from oneloop.tasks.rows.objects import OBJECTS, as_json
 
-JsonRows = Sequence[Mapping[str, Any]]
+# Whole numbers between two of these borders fit into the same types: int64, uint64 and float64.
+_BORDERS = (
+    -(2**63) - 1,
+    -(2**53) - 1,
+    -1,
+    2**53,
+    2**63 - 1,
+    2**64 - 1,
+)
 _DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
 _SHOWN = 40  # characters of a value in a message
 
+_Examples = dict[Any, tuple[Any, object]]
+"""the first value of each shape in a column, and its position"""
 
+
+@dataclass(frozen=True)
 class Columns:
-    """The columns of rows, as far as the rows are known, to store them in Arrow."""
+    """How the columns of rows are stored in Arrow.
 
-    def __init__(self) -> None:
-        self.types: dict[str, Any] = {}  # Arrow type by name
-        self.objects = set[str]()  # columns with objects, which become JSON text
-        self.mixed: dict[str, str] = {}  # columns of several types, and why; they become nulls
+    Args:
+        schema: the Arrow schema; it marks the columns of JSON text.
+        objects: columns with objects, whose values become JSON text.
+        mixed: columns of several types, and why; they are not stored.
+    """
 
-    def add(self, rows: JsonRows, places: Sequence[object]) -> None:
-        """Widen the types to these rows.
+    schema: Any
+    objects: Collection[str] = ()
+    mixed: Mapping[str, str] = field(default_factory=dict)
 
-        Args:
-            rows: the rows.
-            places: position of each row, for messages.
-        """
+    def batch(self, rows: Iterable[Mapping[str, Any]]) -> Any:
+        """Return rows as a ``pyarrow.RecordBatch``."""
         import pyarrow
 
-        # The names are in order of appearance.
-        for name in dict.fromkeys(chain.from_iterable(rows)):
-            values = [row.get(name) for row in rows]
-            self.types.setdefault(name, pyarrow.null())
-            if _holds_objects(values):
-                self.objects.add(name)
-            if name in self.objects:
-                self.types[name] = pyarrow.string()
-            else:
-                self._used(name, values, partial(self._widen, name), places)
+        stored = []
+        for row in rows:
+            texts = {name: as_json(row.get(name)) for name in self.objects}
+            stored.append({**row, **texts})
+        return pyarrow.RecordBatch.from_pylist(stored, self.schema)
 
-    def _used(
-        self,
-        name: str,
-        values: Sequence[Any],
-        use: Callable[[Sequence[Any]], Any],
-        places: Sequence[object],
-    ) -> Any:
-        """Return the result of ``use``; if it fails, nulls, and note the first value that fails.
 
-        Args:
-            name: of the column.
-            values: its values.
-            use: takes values.
-            places: see :meth:`add`.
-        """
-        import pyarrow
+def columns_of(rows: Iterable[tuple[Mapping[str, Any], object]]) -> Columns:
+    """Return the columns that hold all values of these rows.
 
-        wrong = pyarrow.ArrowException, OverflowError
-        try:
-            return use(values)
-        except wrong:
-            for value, place in zip(values, places, strict=True):
-                try:
-                    use([value])
-                except wrong:
-                    shown = json.dumps(value, default=str)[:_SHOWN]
-                    why = f"{shown} in {place} does not fit the type {self.types[name]} of others"
-                    self.mixed.setdefault(name, f"{why}; write one type, such as text")
-                    break
-        return pyarrow.nulls(len(values), self.types[name])
+    Args:
+        rows: each row, and its position for messages.
+    """
+    import pyarrow
+    from datasets import Features, Value
 
-    def _widen(self, name: str, values: Sequence[Any]) -> None:
-        """Set the type of a column to one that holds these values and the earlier ones."""
-        import pyarrow
+    # Values of one shape have one type, so that one of them is enough.
+    examples: dict[str, _Examples] = {}
+    for row, place in rows:
+        for name, value in row.items():
+            of_column = examples.setdefault(name, {})
+            of_column.setdefault(_shape(value), (value, place))
 
-        try:
-            new = pyarrow.array(values).type
-        except OverflowError:
-            # Values that do not fit are found when they are written.
-            new = pyarrow.uint64()
-        old = self.types[name]
-        if {old, new} == {pyarrow.int64(), pyarrow.uint64()}:
-            old = new = pyarrow.uint64()
-        both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
-        kind = pyarrow.unify_schemas(both, promote_options="permissive").types[0]
-        if str(kind).count("list<") > _DEEPEST:
-            raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
-        self.types[name] = kind
+    objects = set[str]()
+    types = {}
+    mixed = {}
+    for name, of_column in examples.items():
+        if any(_holds_objects(value) for value, _ in of_column.values()):
+            objects.add(name)
+            types[name] = pyarrow.string()
+            continue
 
-    def schema(self) -> Any:
-        """Return the Arrow schema; it marks the columns of JSON text."""
-        import pyarrow
-        from datasets import Features, Value
+        # Widen the type to one example after the other.
+        kind = pyarrow.null()
+        values = []
+        for value, place in of_column.values():
+            values.append(value)
+            try:
+                kind = _arrow_type(values)
+            except (pyarrow.ArrowException, OverflowError):
+                shown = json.dumps(value, default=str)[:_SHOWN]
+                why = f"{shown} in {place} does not fit the type {kind} of others"
+                mixed[name] = f"{why}; write one type, such as text"
+                break
+        else:
+            types[name] = kind
 
-        features = Features.from_arrow_schema(pyarrow.schema(self.types))
-        for name in self.objects:
-            features[name] = Value("string", id=OBJECTS)
-        return features.arrow_schema
+    features = Features.from_arrow_schema(pyarrow.schema(types))
+    for name in objects:
+        features[name] = Value("string", id=OBJECTS)
+    return Columns(features.arrow_schema, objects, mixed)
 
-    def arrays(self, rows: JsonRows, places: Sequence[object]) -> list[Any]:
-        """Return these rows as Arrow arrays, one for each column; see :meth:`add`."""
-        import pyarrow
 
-        arrays = []
-        for name, kind in self.types.items():
-            values = [row.get(name) for row in rows]
-            if name in self.objects:
-                values = list(map(as_json, values))
-            arrays.append(self._used(name, values, partial(pyarrow.array, type=kind), places))
-        return arrays
+def _shape(value: Any) -> Any:
+    """Return what decides the Arrow type of a value, and whether it fits the type of others."""
+    if isinstance(value, list):
+        return frozenset(map(_shape, value))
+    if type(value) is int:
+        return bisect_left(_BORDERS, value)
+    if value is None or isinstance(value, str | float | bool | dict):
+        return type(value)
+    import pyarrow
+
+    return pyarrow.scalar(value).type  # in metadata of images
+
+
+def _arrow_type(values: Sequence[Any]) -> Any:
+    """Return the type of an Arrow array of these values. Raise an error of pyarrow if none fits."""
+    import pyarrow
+
+    try:
+        kind = pyarrow.array(values).type
+    except OverflowError:
+        kind = pyarrow.array(values, pyarrow.uint64()).type
+    if str(kind).count("list<") > _DEEPEST:
+        raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
+    return kind
 
 
 def reject_mixed(mixed: Mapping[str, str], columns: Iterable[str], where: str) -> None:

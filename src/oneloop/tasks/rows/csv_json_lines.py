@@ -14,11 +14,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-COMPRESSED = (".gz", ".bz2", ".zst")  # pyarrow finds the compression by this ending
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+COMPRESSED = tuple(_COMPRESSIONS)
 NOT_UNICODE = "is not valid Unicode text: half of a character, or bytes that are not UTF-8"
 _SHOWN = 60  # characters of a row in a message
 _BUFFER = 1 << 20  # bytes per read
-_WHOLE = 64 << 20  # a file that is one JSON object is recognized up to this number of bytes
+
+
+# by words in an error of Python's ``csv`` module: the reason in the words of a CSV file
+_CSV_REASONS = {
+    "expected after": "characters after a closing quote; write a quote within a quoted text twice "
+    '("")',
+    "unexpected end of data": "the file ends within a quoted text: a quote is not closed",
+}
 
 
 @dataclass(frozen=True)
@@ -58,33 +66,20 @@ def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for binary reading, decompressed. Raise ValueError if it is UTF-16."""
+    """Open a file for buffered reading, decompressed by its ending. Reject UTF-16 text."""
     import pyarrow
 
-    with open_raw(file) as stream:
+    compression = _COMPRESSIONS.get(file.suffix.lower())
+    with pyarrow.input_stream(str(file), compression) as raw:
+        stream = io.BufferedReader(raw, _BUFFER)
         try:
-            begin = stream.peek(4)[:4]  # type: ignore[attr-defined]
+            begin = stream.peek(4)[:4]
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{file} cannot be read: {error}") from error
         # Without a mark at the beginning, every second byte of ASCII text is zero.
         marked = begin.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
         if marked or begin[1:4:2] == b"\0\0" or begin[0:4:2] == b"\0\0":
             raise ValueError(f"{file} is UTF-16 text; save it as UTF-8")
-        yield stream
-
-
-@contextmanager
-def open_raw(file: Path) -> Iterator[BinaryIO]:
-    """Open a file for buffered binary reading; decompress it by its ending."""
-    if file.suffix.lower() not in COMPRESSED:
-        with file.open("rb", buffering=_BUFFER) as plain:
-            yield plain
-        return
-    import pyarrow
-
-    compression = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
-    raw = pyarrow.input_stream(str(file), compression=compression)
-    with io.BufferedReader(raw, _BUFFER) as stream:
         yield stream
 
 
@@ -126,17 +121,26 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
                 for _, values, why in _records(file, stream, QUOTED_TSV, read):
                     # Begin with another field, because a single empty one would be quoted.
                     row = "\t" + "".join(read).strip("\r\n")
+                    columns = columns or len(values)
+                    if '"' not in row:
+                        continue
                     example = f"{row[1:_SHOWN]!r} in {file.name}"
                     if '\t"' in row:
                         begins = begins or example
-                    columns = columns or len(values)
-                    is_written = row == _written(["", *values]) and len(values) == columns
-                    if '"' in row and (why or not is_written):
+                    written = io.StringIO()
+                    csv.writer(written, csv.excel_tab).writerow(["", *values])
+                    is_written = row == written.getvalue().strip("\r\n")
+
+                    # A quotation may begin in the text of one row, and end in that of a later one.
+                    has_break = not set("\t\r\n").isdisjoint("".join(values))
+                    may_be_rows = columns > 1 and has_break and '""' not in row
+                    may_be_rows &= all(line.count("\t") + 1 == columns for line in read)
+                    if why or not is_written or len(values) != columns:
                         unlike = unlike or example
-                    elif '"' in row and _may_be_rows(values, read, columns):
+                    elif may_be_rows:
                         doubtful = doubtful or example
                     else:
-                        certain = certain or '"' in row
+                        certain = True
                     if begins and unlike:
                         break
         except (OSError, EOFError, ValueError):  # a quote that is not closed, or a damaged file
@@ -150,29 +154,6 @@ def quotes_of(files: Sequence[Path]) -> tuple[str, str]:
     return "tsv", ""
 
 
-def _may_be_rows(values: Sequence[str], lines: Sequence[str], columns: int) -> bool:
-    """Return whether the lines of a record with quotes may be rows without them.
-
-    A quotation may begin in the text of one row, and end in the text of a later one.
-
-    Args:
-        values: the fields of the record.
-        lines: its lines.
-        columns: number of fields of the first line of the file.
-    """
-    holds_a_break = not set("\t\r\n").isdisjoint("".join(values))
-    if columns == 1 or not holds_a_break or '""' in "".join(lines):
-        return False
-    return all(line.count("\t") + 1 == columns for line in lines)
-
-
-def _written(values: Sequence[str]) -> str:
-    """Return a row as a csv writer makes it, which quotes a field only if it must."""
-    row = io.StringIO()
-    csv.writer(row, csv.excel_tab).writerow(values)
-    return row.getvalue().strip("\r\n")
-
-
 def csv_columns(file: Path, kind: str) -> list[str]:
     """Return the names of the columns of a file.
 
@@ -184,12 +165,20 @@ def csv_columns(file: Path, kind: str) -> list[str]:
         ValueError: the first line cannot be read, or names a column twice.
     """
     with _opened(file) as stream:
-        for _, names, why in _records(file, stream, kind, []):
-            if why:
-                raise ValueError(f"{file}, line 1: {why}")
-            if names:
-                return _checked_columns(file, names)
-    raise ValueError(f"{file} is empty")
+        _, names, why = next(_records(file, stream, kind, []), (1, [], "the file is empty"))
+    if why:
+        raise ValueError(f"{file}, line 1: {why}")
+    if names[0].startswith("sep=") and not "".join(names[1:]):
+        raise ValueError(
+            f"{file} begins with {names[0]!r}, a line for spreadsheets; remove it, and separate "
+            "values by commas"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+        if not _is_utf8(name):
+            raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8")
+    return names
 
 
 def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
@@ -228,7 +217,9 @@ def _records(
         except StopIteration:
             break
         except csv.Error as error:
-            why = _csv_reason(str(error))
+            why = str(error)
+            for words, reason in _CSV_REASONS.items():
+                why = reason if words in why else why
             # With an odd number of quotes, the record may go on in the next lines.
             is_last = len(read) == 1 and "file ends" in why
             if "".join(read).count('"') % 2 and not is_last:
@@ -250,31 +241,6 @@ def _remembered(lines: Iterable[str], read: list[str]) -> Iterator[str]:
         yield line
 
 
-def _csv_reason(error: str) -> str:
-    """Return the reason of an error of Python's ``csv`` module, in the words of a CSV file."""
-    if "expected after" in error:
-        return 'characters after a closing quote; write a quote within a quoted text twice ("")'
-    if "unexpected end of data" in error:
-        return "the file ends within a quoted text: a quote is not closed"
-    return error
-
-
-def _checked_columns(file: Path, names: list[str]) -> list[str]:
-    """Return the names of the columns. Raise ValueError if one is there twice."""
-    if names[0].startswith("sep=") and not "".join(names[1:]):
-        raise ValueError(
-            f"{file} begins with {names[0]!r}, a line for spreadsheets; remove it, and separate "
-            "values by commas"
-        )
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
-    for name in names:
-        if not _is_utf8(name):
-            raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8")
-    return names
-
-
 def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
     """Yield the objects of JSON Lines, or of one JSON list. A text stands for a row with it."""
     begin = stream.peek(64)[:64]  # type: ignore[attr-defined]
@@ -290,9 +256,7 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             if is_list:
                 at = getattr(error, "lineno", 1)
                 raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
-            if number == 1:
-                _reject_one_object(file)
-            yield FileRow(number, None, f"not JSON: {error}")
+            yield FileRow(number, None, f"not JSON: {error}; write one object per line")
             continue
         # Only an escape sequence can stand for half a character.
         check = b"\\ud" in line.lower()
@@ -304,21 +268,6 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             else:
                 why = f"expected a JSON object, got {json.dumps(one)[:40]}"
                 yield FileRow(number, None, why)
-
-
-def _reject_one_object(file: Path) -> None:
-    """Raise ValueError if a file is one JSON object on several lines."""
-    with open_raw(file) as stream:
-        content = stream.read(_WHOLE)
-    try:
-        value = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return
-    if isinstance(value, dict):
-        raise ValueError(
-            f"{file} is one JSON object on several lines{about_one_object(value)}; write a row per "
-            "line (JSON Lines)"
-        )
 
 
 def about_one_object(values: Mapping[str, Any]) -> str:

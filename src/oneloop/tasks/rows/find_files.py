@@ -1,6 +1,5 @@
 """The files of a data set: find them at a path, with their split and class."""
 
-import json
 import os
 import re
 from collections import Counter
@@ -10,7 +9,7 @@ from itertools import product
 from pathlib import Path, PurePath
 from typing import Generic, TypeVar
 
-from oneloop.tasks.rows.cache import below, cached_text, content_of, key_of
+from oneloop.tasks.rows.cache import below, cached_json, content_of, key_of
 from oneloop.tasks.rows.csv_json_lines import COMPRESSED, quotes_of
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
@@ -94,18 +93,14 @@ def found(
     if str(where).startswith("file:") and not str(where).startswith("file:///"):
         raise ValueError("file:// needs a path: file:///FOLDER")
     root = Path(str(where).removeprefix("file://")).expanduser()
-    endings = _endings(kinds)
     if not root.exists():
-        raise ValueError(
-            f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
-        )
+        raise ValueError(f"{str(where)!r} is not a file or folder; give the path of the data")
     there = [root] if root.is_file() else sorted(_files(root))
     made = chosen(there, root, kinds, whole=whole)
     if made.kind != "tsv":
         return made
     key = key_of(content_of(made.files, root))
-    cached = cached_text(f"quotes/{key}.json", lambda: json.dumps(quotes_of(made.files)))
-    kind, line = json.loads(cached)
+    kind, line = cached_json(f"quotes/{key}.json", lambda: quotes_of(made.files))
     if line:
         made.notes.append(f"{root}: {line}")
     return replace(made, kind=kind)
@@ -133,7 +128,6 @@ def chosen(
     """
     wanted = set(kinds)
     where = where or str(root)
-    endings = _endings(wanted)
     names = set(there)
     for file in there:
         if file.suffix.lower() in COMPRESSED and file.with_suffix("") in names:
@@ -157,15 +151,16 @@ def chosen(
         elif not _AUXILIARY.fullmatch(file.name):
             others[file.suffix.lower() or "without an ending"] += 1
     if not by_kind:
+        endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
         raise ValueError(f"{where!r} holds no data; give a file, or a folder of {endings} files")
 
-    # Drop what is not data: metadata.csv belongs to an image folder.
+    # Drop what is not data, such as a README: metadata.csv belongs to an image folder.
     if len(by_kind) > 1:
-        by_kind = _without_auxiliary(by_kind)
+        for kind in [*by_kind]:
+            by_kind[kind] = [file for file in by_kind[kind] if not _AUXILIARY.fullmatch(file.name)]
+        by_kind = {kind: files for kind, files in by_kind.items() if files}
     if len(by_kind) > 1:
-        described = [
-            f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
-        ]
+        described = [f"{len(files)} of {kind} ({files[0].name})" for kind, files in by_kind.items()]
         raise ValueError(
             f"{where!r} holds files of several kinds: {' and '.join(described)}; keep one "
             "kind, or move the others away"
@@ -181,14 +176,8 @@ def chosen(
         notes.append(f"{where}: files that are not read: {kinds}")
     parts = {"": sorted(files)}
     if not whole and files != [root]:
-        parts = parted(files, root, kind, where, notes)
+        parts = parted(files, root, kind, where)
     return Found(root, kind, parts, notes, where)
-
-
-def _endings(kinds: Iterable[str]) -> str:
-    """Return the endings of these kinds of files, for messages."""
-    wanted = set(kinds)
-    return ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
 
 
 def kind_of(file: PurePath) -> str | None:
@@ -198,16 +187,6 @@ def kind_of(file: PurePath) -> str | None:
         return KINDS.get(suffix)
     inner = KINDS.get(Path(file.stem).suffix.lower())
     return inner if inner in _DECOMPRESSED else None
-
-
-def _without_auxiliary(by_kind: Mapping[str, list[AnyPath]]) -> dict[str, list[AnyPath]]:
-    """Return the files by kind without those that are not data, such as a README."""
-    kept = {}
-    for kind, files in by_kind.items():
-        data = [file for file in files if not _AUXILIARY.fullmatch(file.name)]
-        if data:
-            kept[kind] = data
-    return kept
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -254,7 +233,7 @@ def split_of(name: str, *, first: bool = False) -> str:
 
 
 def parted(
-    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str, notes: list[str]
+    files: Sequence[AnyPath], root: AnyPath, kind: str, where: str
 ) -> dict[str, list[AnyPath]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
@@ -265,7 +244,6 @@ def parted(
         root: the folder of the data set, or its only file.
         kind: their kind.
         where: path or address for messages.
-        notes: gets a line about a name that contains train, test, valid or dev, but no split.
 
     Raises:
         ValueError: only some files have a split, or none is for training, or the names of two files
@@ -280,30 +258,24 @@ def parted(
         parts.setdefault(next(filter(None, splits), ""), []).append(file)
         words += [(file, name) for name in names]
 
-    if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
-        if all(file.suffix != ".py" for file in files):
-            notes += _about(words, where)
+    # Code often has the names of splits, too.
+    is_code = [file.suffix == ".py" for file in files]
+    in_root = any(file.parent == root for file in parts.get("validation", []))
+    are_splits = kind != "text" or (not all(is_code) and ("train" in parts or in_root))
+    if set(parts) == {""} or not are_splits:
+        if not any(is_code):
+            _reject_unlike(words, where)
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
-    if "" in parts:
+    if "" in parts or "train" not in parts:
+        lacking = "no training data"
+        if "" in parts:
+            lacking = f"{below(parts[''][0], root)} belongs to no split"
         raise ValueError(
-            f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
-            "split; name the training data train.…, or put it into a folder train/, or move the "
-            "others away"
-        )
-    if "train" not in parts:
-        raise ValueError(
-            f"{where!r} has files of {there}, but no training data; name the training data "
-            "train.…, or put it into a folder train/, or move the others away"
+            f"{where!r} has files of {there}, but {lacking}; name the training data train.…, or "
+            "put it into a folder train/, or move the others away"
         )
     return parts
-
-
-def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
-    """Return whether the names of text files mean splits; code often has such names, too."""
-    if all(file.suffix == ".py" for files in parts.values() for file in files):
-        return False
-    return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
 def _names(
@@ -339,31 +311,29 @@ def _names(
         yield file, above, [*names, *above[shared:]]
 
 
-def _about(words: Sequence[tuple[AnyPath, str]], where: str) -> list[str]:
-    """Return a line about a name that contains train, test, valid or dev, if there is one.
+def _reject_unlike(words: Sequence[tuple[AnyPath, str]], where: str) -> None:
+    """Raise ValueError if the names of two files seem to be different splits.
+
+    A name with both words, such as train_test_1, does not seem to be another split.
 
     Args:
         words: each file, and a name that may contain a split.
         where: path or address for messages.
-
-    Raises:
-        ValueError: names of two files seem to be different splits.
     """
-    training = [(file, name) for file, name in words if "train" in name.lower()]
-    held_out = [(file, name) for file, name in words if _HELD_OUT.search(name)]
-    # A name with both, such as train_test_1, does not seem to be another split.
-    only_training = [one for one in training if one not in held_out]
-    only_held_out = [one for one in held_out if one not in training]
-    for (file, name), (other_file, other) in product(only_training, only_held_out):
+    training = list[tuple[AnyPath, str]]()
+    held_out = list[tuple[AnyPath, str]]()
+    for file, name in words:
+        is_training = "train" in name.lower()
+        is_held_out = bool(_HELD_OUT.search(name))
+        if is_training != is_held_out:
+            (training if is_training else held_out).append((file, name))
+    for (file, name), (other_file, other) in product(training, held_out):
         if file != other_file:
             raise ValueError(
                 f"{where!r} has no names of splits, but {name!r} contains train, and {other!r} "
                 "contains test, valid or dev; rename them train.… and test.… (validation.…), or "
                 "remove these words from their names"
             )
-    for _, name in training + held_out:
-        return [f"{where}: {name!r} does not name one split, so all files are one set"]
-    return []
 
 
 def metadata_in(folder: Path) -> Path | None:

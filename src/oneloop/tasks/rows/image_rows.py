@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.column_types import Columns, reject_mixed
+from oneloop.tasks.rows.column_types import columns_of, reject_mixed
 from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import (
     Found,
@@ -67,10 +67,9 @@ def image_rows(
             label = there.classes.get(file.parent, file.parent).name
             rows.append({IMAGE: str(file), LABEL: label})
 
-    columns = Columns()
-    columns.add(rows, files)
-    table = pyarrow.Table.from_arrays(columns.arrays(rows, files), schema=columns.schema())
+    columns = columns_of(zip(rows, files, strict=True))
     reject_mixed(columns.mixed, read, there.where)
+    table = pyarrow.Table.from_batches([columns.batch(rows)])
     return Dataset(table).cast_column(IMAGE, Image(decode=False))
 
 
@@ -89,7 +88,7 @@ def class_folders(there: Found[Path], known: Iterable[str]) -> dict[Path, Path]:
         return {}
     try:
         # Also of images that are read as one set.
-        splits = parted(there.files, there.root, there.kind, there.where, [])
+        splits = parted(there.files, there.root, there.kind, there.where)
     except ValueError:
         splits = there.parts
 

@@ -46,7 +46,34 @@ def is_image(kind: Any) -> bool:
     return getattr(kind, "dtype", None) in ("binary", "large_binary")
 
 
-def decoded(value: Any, *, limit: int) -> Any:
+def labelled_image(
+    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int, row: Row
+) -> tuple[Any, Any]:
+    """Return the image of a row in RGB, turned as its EXIF orientation says, and its label.
+
+    Args:
+        columns: names of the columns ``image`` and ``label``.
+        number: converts a stored label; a row to predict has none.
+        limit: largest number of pixels of an image.
+        row: the row.
+
+    Raises:
+        Unreadable: the image is damaged or has more pixels.
+    """
+    image = decoded(row[columns["image"]], limit).image
+    return image, number(row.get(columns["label"], 0))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An image in RGB."""
+
+    image: Any
+    mode: str  # in which it is stored (Pillow's names)
+    turned: bool  # by its EXIF orientation
+
+
+def decoded(value: Any, limit: int) -> Decoded:
     """Decode an image to RGB (16 bits: / 257), turned as its EXIF orientation says.
 
     Args:
@@ -56,39 +83,6 @@ def decoded(value: Any, *, limit: int) -> Any:
     Raises:
         Unreadable: the image is damaged or has more pixels.
     """
-    return _read(value, limit).image
-
-
-def labelled_image(
-    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int
-) -> Callable[[Row], tuple[Any, Any]]:
-    """Return a function from a row to its decoded image and its label.
-
-    Args:
-        columns: names of the columns ``image`` and ``label``.
-        number: converts a stored label; a row to predict has none.
-        limit: largest number of pixels of an image.
-    """
-    return partial(_labelled, columns["image"], columns["label"], number, limit)
-
-
-def _labelled(
-    image: str, label: str, number: Callable[[Any], Any], limit: int, row: Row
-) -> tuple[Any, Any]:
-    return decoded(row[image], limit=limit), number(row.get(label, 0))
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """An image in RGB."""
-
-    image: Any
-    mode: str  # in which it is stored (Pillow's names)
-    turned: bool  # by its EXIF orientation
-
-
-def _read(value: Any, limit: int) -> _Decoded:
-    """Decode an image."""
     from PIL import Image
 
     data = value
@@ -111,46 +105,33 @@ def _read(value: Any, limit: int) -> _Decoded:
                     f"task.pixel_limit {limit:,}; scale it down or raise the key"
                 )
             mode = image.mode
-            turn = _turn_of(image)
-            turned = turn is not None
-            upright = image if turn is None else image.transpose(turn)
+            turned = _turn(image)
+            converted: Any = image
             if mode.startswith("I;16"):
                 # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
-                wide = np.asarray(upright).astype(np.uint32)
-                narrow = ((wide + 128) // 257).astype(np.uint8)
-                return _Decoded(Image.fromarray(narrow).convert("RGB"), mode, turned)
-            if mode.startswith(("I", "F")):
+                wide = np.asarray(image).astype(np.uint32)
+                converted = Image.fromarray(((wide + 128) // 257).astype(np.uint8))
+            elif mode.startswith(("I", "F")):
                 raise ValueError(
                     f"its pixels ({mode}) have more than 16 bits; write it with 8 or 16"
                 )
-            return _Decoded(upright.convert("RGB"), mode, turned)
+            return Decoded(converted.convert("RGB"), mode, turned)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         what = path or "the image"
         raise Unreadable(f"{what} cannot be read as an image: {error}") from error
 
 
-def _turn_of(image: Any) -> Any:
-    """Return how to turn an open image, by its EXIF orientation; None if it is upright.
+def _turn(image: Any) -> bool:
+    """Turn an open image by its EXIF orientation; return whether it was turned."""
+    from PIL import ExifTags, ImageOps
 
-    Pillow turns TIFF files itself.
-    """
-    from PIL import ExifTags
-    from PIL.Image import Transpose
-
-    turns = {
-        2: Transpose.FLIP_LEFT_RIGHT,
-        3: Transpose.ROTATE_180,
-        4: Transpose.FLIP_TOP_BOTTOM,
-        5: Transpose.TRANSPOSE,
-        6: Transpose.ROTATE_270,
-        7: Transpose.TRANSVERSE,
-        8: Transpose.ROTATE_90,
-    }
+    image.load()  # Pillow turns TIFF files itself
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
-        return None if image.format == "TIFF" else turns.get(orientation)
+        ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # damaged EXIF, for which Pillow raises many kinds of errors
-        return None
+        return False
+    return orientation in range(2, 9)
 
 
 @dataclass(frozen=True)
@@ -201,7 +182,7 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
 
 def _mode(column: str, limit: int, row: Row) -> NDArray[np.int32]:
     """Return the number of the mode in which an image is stored, and whether it is turned."""
-    read = _read(row[column], limit)
+    read = decoded(row[column], limit)
     number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
     return np.array([number, read.turned], dtype=np.int32)
 
@@ -212,7 +193,7 @@ def _reason(value: Any, limit: int) -> str:
     The cached reason may name another path, which the file had then.
     """
     try:
-        _read(value, limit)
+        decoded(value, limit)
     except ValueError as error:
         return str(error)
     return ""

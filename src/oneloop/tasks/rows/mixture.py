@@ -100,16 +100,13 @@ class Mixture:
     def waits(self) -> str:
         """Return what a data set waits for, and why; empty if none waits long."""
         sets = [dataset for dataset in self.sets.values() if hasattr(dataset, "waits")]
-        return next(filter(None, (dataset.waits() for dataset in sets)), "")
+        return max((dataset.waits() for dataset in sets), default="")
 
     def where(self, index: int) -> str:
         """Return the source of a sample for messages: file and row, or set and index."""
         name, dataset, first = self._set_of(index)
         local = int(index - first)
-        if not hasattr(dataset, "where"):
-            return f"{name}, sample {local}"
-        where: str = dataset.where(local)
-        return where
+        return str(dataset.where(local)) if hasattr(dataset, "where") else f"{name}, sample {local}"
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order of samples, a function of seed and position.
@@ -143,8 +140,7 @@ class Mixture:
         """Return the fingerprint of the sets; None if one of them has none."""
         described = {}
         for name, dataset in self.sets.items():
-            method = getattr(dataset, "fingerprint", None)
-            described[name] = method() if callable(method) else None
+            described[name] = getattr(dataset, "fingerprint", lambda: None)()
         if None in described.values():
             return None
         return {
@@ -230,20 +226,14 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
             "four digits"
         )
 
-    each = [int(share * length) for share in shares]  # samples of each set in the cycle
-    counts = [0] * len(weights)  # samples of each set so far
+    each = np.array([int(share * length) for share in shares])  # samples of each set in the cycle
+    counts = np.zeros_like(each)  # samples of each set so far
     cycle = np.zeros(length, dtype=np.int64)
-
-    def due(which: int) -> tuple[int, int]:
-        """Return the position by which the next sample of a set must come; ties go by number."""
-        return -(-(counts[which] + 1) * length // each[which]), which
-
     for position in range(length):
-        candidates = []
-        for which, count in enumerate(counts):
-            if count * length < each[which] * (position + 1):
-                candidates.append(which)
-        chosen = min(candidates, key=due)
+        # Positions by which the next sample of each set must come; ties go by number.
+        due = -(-(counts + 1) * length // np.maximum(each, 1))
+        is_candidate = counts * length < each * (position + 1)
+        chosen = np.where(is_candidate, due, np.inf).argmin()
         cycle[position] = chosen
         counts[chosen] += 1
     return cycle

@@ -75,6 +75,22 @@ class NoColumn(ValueError):
         self.column = column
 
 
+def reject_some(lacking: Sequence[NoColumn], files: int) -> None:
+    """Raise an error if files lack a column. It would be left out of all if only some have it.
+
+    Args:
+        lacking: an error for each file, or for each split, that lacks a column.
+        files: number of all files or splits.
+    """
+    if lacking and len(lacking) == files:
+        raise lacking[0]
+    if lacking:
+        raise ValueError(
+            f"only some files have the column {lacking[0].column!r}: {lacking[0]}; add it to all "
+            "(an empty value means none)"
+        )
+
+
 def down_to(
     table: Any,
     column: str,

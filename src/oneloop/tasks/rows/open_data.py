@@ -1,40 +1,145 @@
 """Open what ``task.data`` names, one source or a mixture of several, as rows by split."""
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
 
 from oneloop.task_protocol.protocol import Task
-from oneloop.tasks.rows.arrow_tables import hub, tables, with_texts
+from oneloop.tasks.rows.arrow_tables import hub, table_of, with_texts
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
-from oneloop.tasks.rows.image_rows import class_folders
-from oneloop.tasks.rows.mixture import Mixture
-from oneloop.tasks.rows.objects import NoColumn
+from oneloop.tasks.rows.image_rows import LABEL, class_folders
+from oneloop.tasks.rows.mixture import Mixture, proportions
+from oneloop.tasks.rows.objects import NoColumn, reject_some
 from oneloop.tasks.rows.parquet import parquets
-from oneloop.tasks.rows.remote.data_sets import RemoteFound, found_remotely, is_hub, local_only
-from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
+from oneloop.tasks.rows.remote.data_sets import (
+    RemoteFound,
+    check_stream,
+    found_remotely,
+    is_hub,
+)
+from oneloop.tasks.rows.remote.data_sets import local_only as local_only
+from oneloop.tasks.rows.remote_checks import Check, is_remote, sample_notes, while_reading
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
-from oneloop.tasks.rows.sources import Data, Source, SplitBy, Unreadable, named_sources
 
-__all__ = [
-    "Data",
-    "Source",
-    "SplitBy",
-    "SplitSets",
-    "Unreadable",
-    "checked",
-    "combined",
-    "first_columns",
-    "local_only",
-    "named_sources",
-    "note_skipped",
-    "notes_of",
-    "opened",
-    "sets_of",
-    "skipped_rows",
-    "whole",
-]
+Data = str | list[dict[str, Any]]
+"""a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
+
+Unreadable = Literal["stop", "skip"]
+"""what to do with a row that cannot be read"""
+SplitBy = Literal["rows", "groups"]
+"""what is drawn for missing splits: rows, or whole row groups of Parquet files"""
+
+
+@dataclass
+class Source:
+    """One source of rows: a path or a hub data set."""
+
+    where: str
+    columns: Mapping[str, str]  # the task's key of each column -> its name in the data
+    name: str = ""  # in a mixture
+    weight: float = 1.0  # in a mixture, in any unit
+    split_by: SplitBy = "rows"
+    stream: bool = False  # read a hub data set in place
+
+    optional: Sequence[str] = ()  # keys of columns that a data set need not have
+    parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
+    # positions and reasons of the rows that cannot be read and are left out; None: they are errors
+    skipped: list[str] | None = None
+    # indices of rows to leave out, by split before dividing
+    unusable: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # for the log
+    found: Found[Any] = Found(Path(), "", {})  # its files, if they have been listed
+    known: Sequence[str] = ()  # the classes of a trained model
+    # by name: check of a remote row while it is read
+    checks: dict[str, Check] = field(default_factory=dict)
+
+    def origin(self, key: str, kind: Any) -> str:
+        """Return where the classes in a column of this type are from, for the log."""
+        column = self.columns[key]
+        where = f"the column {column!r}"
+        if hasattr(kind, "names"):
+            where = f"the ClassLabel {column!r}"
+        elif column == LABEL and self.found.classes:
+            where = "the folders"
+            if self.found.regrouped:
+                innermost = sorted({Path(folder).name for folder in self.found.regrouped})
+                where = f"the outermost folders (the innermost would be {reprlib.repr(innermost)})"
+        return f"{where} of {self.where}"
+
+
+def named_sources(
+    data: Data,
+    columns: Mapping[str, str],
+    *,
+    unreadable: Unreadable = "stop",
+    split_by: SplitBy = "rows",
+    stream: bool = False,
+    remote: bool = True,
+) -> list[Source]:
+    """Return the sources that ``task.data`` names, unopened.
+
+    Args:
+        data: the value of ``task.data``.
+        columns: default names of the columns, by key of the task.
+        unreadable: stop at a row that cannot be read, or skip such rows.
+        split_by: what is drawn for missing splits.
+        stream: read data sets of the hub in place.
+        remote: whether the task can read remote data.
+
+    Raises:
+        ValueError: ``data`` is invalid.
+    """
+    if isinstance(data, str):
+        sources = [Source(data, columns)]
+    elif data:
+        sources = [_named_source(item, columns) for item in data]
+    else:
+        raise ValueError("task.data is an empty list; give at least one data set")
+    for source in sources:
+        source.skipped = [] if unreadable == "skip" else None
+        source.split_by = split_by
+        source.stream = stream
+        if not remote:
+            local_only(source.where)
+    check_stream((source.where for source in sources), stream)
+    if isinstance(data, str):
+        return sources
+
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"task.data has two entries named {name!r}; give each a different name"
+            )
+    proportions([source.weight for source in sources])  # raises if the weights are invalid
+    return [source for source in sources if source.weight]
+
+
+def _named_source(item: Any, columns: Mapping[str, str]) -> Source:
+    """Return the source of one entry of a mixture."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
+        raise ValueError(
+            f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
+        )
+    known = {"data", "weight", "name", *columns}
+    strange = sorted(set(item) - known)
+    if strange:
+        raise ValueError(
+            f"task.data: {strange[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
+        )
+    weight = item.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
+    return Source(
+        where=item["data"],
+        columns={key: str(item.get(key, name)) for key, name in columns.items()},
+        name=str(item.get("name") or Path(item["data"]).stem),
+        weight=float(weight),
+    )
 
 
 def opened(
@@ -113,18 +218,14 @@ def first_columns(
             available = str(error.__cause__).partition("; ")[2]
 
     # Name the choices that need the fewest keys, and their columns that are missing.
-    wanted = [[key for key, name in columns.items() if name] for columns in choices]
-    fewest = []
-    needed = set[str]()
-    for columns, keys in zip(choices, wanted, strict=True):
-        if not any(set(other) < set(keys) for other in wanted):
-            fewest.append(" and ".join(keys))
-            needed.update(columns[key] for key in keys)
+    named = [{key: name for key, name in columns.items() if name} for columns in choices]
+    fewest = [one for one in named if not any(other.keys() < one.keys() for other in named)]
+    needed = set(chain.from_iterable(one.values() for one in fewest))
     lacking = [repr(name) for name in missing if name in needed]
-    options = dict.fromkeys(f"task.{key}" for keys in wanted for key in keys)
+    options = dict.fromkeys(f"task.{key}" for key in chain.from_iterable(named))
     raise ValueError(
-        f"{source.where}: {available}; oneloop needs {' or '.join(fewest)}, and cannot find "
-        f"{' and '.join(lacking)}; name other columns with {' or '.join(options)}"
+        f"{source.where}: {available}; oneloop needs {' or '.join(map(' and '.join, fewest))}, and "
+        f"cannot find {' and '.join(lacking)}; name other columns with {' or '.join(options)}"
     )
 
 
@@ -143,12 +244,11 @@ def _named(
                 splits[split] = with_texts(rows, rows.types, source.skipped)
         return splits
     except NoColumn as error:
-        keys: dict[str, None] = {}
-        for key, name in source.columns.items():
-            if name == error.column:
-                # negatives_1 is the first of task.negatives
-                keys[f"task.{key.rstrip('_0123456789')}"] = None
-        raise ValueError(f"{error}; name another with {' or '.join(keys)}") from error
+        # negatives_1 is the first of task.negatives
+        keys = [key.rstrip("_0123456789") for key in source.columns]
+        named = zip(keys, source.columns.values(), strict=True)
+        options = dict.fromkeys(f"task.{key}" for key, name in named if name == error.column)
+        raise ValueError(f"{error}; name another with {' or '.join(options)}") from error
 
 
 def _rows_of(
@@ -172,59 +272,28 @@ def _rows_of(
         files = replace(files, classes=class_folders(files, source.known))
     source.found = files
 
-    def of(parts: dict[str, list[Any]]) -> Mapping[str, Rows]:
-        chosen = replace(files, parts=parts)
+    splits = dict[str, Rows]()
+    lacking = {}
+    for split in sorted(files.parts, key="test".__eq__):  # test is the last one
+        of_split = replace(files, parts={split: files.parts[split]})
         try:
-            return _of_files(chosen, columns, source, window)
+            if isinstance(of_split, RemoteFound):
+                splits |= of_split.rows(columns, window=window)
+            elif files.kind == "parquet":
+                splits |= parquets(of_split, columns, window=window)
+            else:
+                splits[split] = table_of(files, split, columns, source.skipped)
         except NoColumn as error:
-            # A column that only some files have would be left out of all.
-            if _has_column(files, error.column, source, window):
-                raise ValueError(_only_some(error)) from None
-            raise
+            lacking[split] = error
 
     # Only a data set with a training split can do without its test split.
-    if "train" not in files.parts or "test" not in files.parts:
-        return of(files.parts)
-    test = files.parts["test"]
-    splits = dict(of({split: part for split, part in files.parts.items() if split != "test"}))
-    try:
-        splits |= _of_files(replace(files, parts={"test": test}), columns, source, window)
-    except NoColumn as error:
-        if error.column in [source.columns[key] for key in source.optional]:
-            raise ValueError(_only_some(error)) from None
-        source.notes.append(f"{error}: the test split is ignored")
+    optional = {source.columns[key] for key in source.optional}
+    only_test = [*lacking] == ["test"] and "train" in splits
+    if only_test and lacking["test"].column not in optional:
+        source.notes.append(f"{lacking['test']}: the test split is ignored")
+        return splits
+    reject_some([*lacking.values()], len(files.parts))
     return splits
-
-
-def _only_some(error: NoColumn) -> str:
-    return (
-        f"only some files have the column {error.column!r}: {error}; add it to all (an empty "
-        "value means none)"
-    )
-
-
-def _of_files(
-    files: Found[Any], columns: Sequence[str], source: Source, window: int
-) -> Mapping[str, Rows]:
-    """Return the rows of files by split."""
-    if isinstance(files, RemoteFound):
-        return files.rows(columns, window=window)
-    if files.kind == "parquet":
-        return parquets(files, columns, window=window)
-    return tables(files, columns, skipped=source.skipped)
-
-
-def _has_column(files: Found[Any], column: str, source: Source, window: int) -> bool:
-    """Return whether a file, or the files of a split that are read together, have a column."""
-    for split, several in files.parts.items():
-        each = [[file] for file in several] if files.kind == "parquet" else [several]
-        for group in each:
-            try:
-                _of_files(replace(files, parts={split: group}), [column], source, window)
-                return True
-            except NoColumn:
-                continue
-    return False
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
@@ -304,9 +373,10 @@ def sets_of(
     each = []
     for source in sources:
         made = while_reading(make(source), source.checks)
+        skip = source.skipped is not None
         sets = {}
         for split, rows in source.parts.items():
-            sets[split] = Mapped(rows, made, skip=is_remote(rows) and source.skipped is not None)
+            sets[split] = Mapped(rows, made, skip=skip and is_remote(rows))
         each.append(sets)
     return combined(sources, each)
 
@@ -334,12 +404,8 @@ def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> di
         return dict(each[0])
     made = {}
     for split in ("train", "validation", "test"):
-        sets = {}
-        weights = []
-        for source, of_source in zip(sources, each, strict=True):
-            if split in of_source:
-                sets[source.name] = of_source[split]
-                weights.append(source.weight)
-        if sets:
-            made[split] = Mixture(sets, weights)
+        there = [pair for pair in zip(sources, each, strict=True) if split in pair[1]]
+        if there:
+            sets = {source.name: of_source[split] for source, of_source in there}
+            made[split] = Mixture(sets, [source.weight for source, _ in there])
     return made

@@ -3,8 +3,9 @@
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.objects import down_to, value_of
+from oneloop.tasks.rows.objects import NoColumn, down_to, reject_some, value_of
 from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
@@ -30,11 +31,15 @@ MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
 _SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
 
-# columns of ``Parquet._groups``, the table of row groups
-_FILE = 0  # number of the file
-_ROWS = 2  # column 1 is the number of the group in its file
-_BYTES = 3  # in memory, at most
-_FIRST = 4  # number of the first row in its file
+
+class _Group(NamedTuple):
+    """A row group."""
+
+    file: GroupFile
+    number: int  # in its file
+    rows: int
+    size: int  # bytes in memory, at most
+    first: int  # number of the first row in its file
 
 
 class Parquet:
@@ -77,21 +82,31 @@ class Parquet:
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
-        groups: list[tuple[int, ...]] = []
-        for number, file in enumerate(self.files):
-            groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 5)
+        self._groups = list[_Group]()
+        lacking = list[NoColumn]()
+        for file in self.files:
+            try:
+                self._groups += self._groups_of(file)
+            except NoColumn as error:
+                lacking.append(error)
+        reject_some(lacking, len(self.files))
+        for group in self._groups:
+            check_window(
+                str(root),
+                group.file.where,
+                group.number,
+                rows=group.rows,
+                size=group.size,
+                window=window,
+            )
 
         # Number the rows, all of which are selected.
-        self._exclude = False  # whether the rows are all but the picked ones
+        # the numbers of the selected rows in each group as stored; None: all rows
         self._picked: list[NDArray[np.int64]] | None = None
-        self._number(self._groups[:, _ROWS])
+        self._number(np.array([group.rows for group in self._groups], dtype=np.int64))
 
         self.reads = 0  # groups that this process has read
         self._clear_cache()
-        for file_number, group, rows, size, _ in self._groups.tolist():
-            where = self.files[file_number].where
-            check_window(str(root), where, group, rows=rows, size=size, window=window)
 
     def _clear_cache(self) -> None:
         # columns of the cached groups, and their bytes
@@ -105,7 +120,7 @@ class Parquet:
             self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": OrderedDict(), "_held": 0}
+        return {**self.__dict__, "_tables": OrderedDict(), "_held": 0, "reads": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
         """Number the rows, given the selected rows of each group."""
@@ -113,8 +128,8 @@ class Parquet:
         self._length = int(sizes.sum())
         self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
 
-    def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, ...]]:
-        """Return the rows of the table of groups for one file; check its columns and types."""
+    def _groups_of(self, file: GroupFile) -> list[_Group]:
+        """Return the groups of one file; check its columns and types."""
         schema = file.schema
         metadata = file.metadata
         for column in self.columns:
@@ -132,14 +147,14 @@ class Parquet:
                     )
         self._types = types
 
-        found = list[tuple[int, ...]]()
+        groups = list[_Group]()
         first = 0
-        for group in range(metadata.num_row_groups):
-            size = memory_bound(metadata, group, self.columns)
-            rows = metadata.row_group(group).num_rows
-            found.append((number, group, rows, size, first))
+        for number in range(metadata.num_row_groups):
+            size = memory_bound(metadata, number, self.columns)
+            rows = metadata.row_group(number).num_rows
+            groups.append(_Group(file, number, rows, size, first))
             first += rows
-        return found
+        return groups
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -151,17 +166,14 @@ class Parquet:
     def __getitem__(self, index: int) -> Row:
         group, row = self._locate(index)
         columns = self._table(group)
-        return {name: value_of(columns[name][row].as_py(), self.types[name]) for name in columns}
+        return {name: value_of(columns[name][row].as_py(), self._types[name]) for name in columns}
 
     def values(self, column: str) -> Iterator[Any]:
         """Yield the column as Arrow arrays, in row order; skip groups without selected rows."""
         for group in np.flatnonzero(self.sizes).tolist():
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
-                picked = self._picked[group]
-                if self._exclude:
-                    picked = np.delete(np.arange(len(array)), picked)
-                array = array.take(picked)
+                array = array.take(self._picked[group])
             for start in range(0, len(array), _SLICE):
                 yield decoded_column(array.slice(start, _SLICE), self._types[column])
 
@@ -169,9 +181,7 @@ class Parquet:
         """Return the rows of the same row group."""
         group, _ = self._locate(index)
         first = int(self._firsts[group])
-        if group + 1 == len(self._firsts):
-            return range(first, self._length)
-        return range(first, int(self._firsts[group + 1]))
+        return range(first, first + int(self.sizes[group]))
 
     def _locate(self, index: int) -> tuple[int, int]:
         """Return the group of a row, and the row's number in the group as stored."""
@@ -182,20 +192,12 @@ class Parquet:
 
     def _stored(self, group: int, rows: Any) -> Any:
         """Return the numbers of selected rows in their group as stored."""
-        if self._picked is None:
-            return rows
-        picked = self._picked[group]
-        if not self._exclude:
-            return picked[rows]
-        # Skip the excluded rows that are stored before these.
-        before = picked - np.arange(len(picked))
-        return rows + np.searchsorted(before, rows, side="right")
+        return rows if self._picked is None else self._picked[group][rows]
 
     def where(self, index: int) -> str:
-        group, row = self._locate(index)
-        file = int(self._groups[group, _FILE])
-        first = int(self._groups[group, _FIRST])
-        return f"{self.files[file].where}, row {first + row}"
+        number, row = self._locate(index)
+        group = self._groups[number]
+        return f"{group.file.where}, row {group.first + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
         """Return the columns of a group, from the cache if they are there."""
@@ -236,7 +238,7 @@ class Parquet:
             column = down_to(table, name, file.where).column(name)
             arrays[name] = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         size = sum(array.nbytes for array in arrays.values())
-        check_size(file.where, number, size, int(self._groups[group, _BYTES]))
+        check_size(file.where, number, size, self._groups[group].size)
         return arrays, size
 
     def _loaded(self, group: int, columns: Sequence[str]) -> Any:
@@ -246,56 +248,36 @@ class Parquet:
 
     def file_of(self, group: int) -> tuple[Any, int]:
         """Return the file of a group, a :class:`GroupFile`, and the group's number in it."""
-        file, number, *_ = self._groups[group].tolist()
-        return self.files[file], number
+        file, number, *_ = self._groups[group]
+        return file, number
 
     def memory_bounds(self) -> NDArray[np.int64]:
         """Return the bytes of each row group in memory, at most."""
-        return self._groups[:, _BYTES]
+        return np.array([group.size for group in self._groups], dtype=np.int64)
 
-    def select(
-        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
-    ) -> "Parquet":
-        made = self._copy()
-        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
+    def select(self, indices: NDArray[np.int64]) -> "Parquet":
+        made = copy(self)
+        made._chosen = {**self._chosen, "rows": numbers_key(indices)}
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
         made._picked = []
         for group, first in enumerate(self._firsts.tolist()):
-            rows = self._stored(group, indices[bounds[group] : bounds[group + 1]] - first)
-            if exclude and self._picked is not None:
-                # Exclude more rows, or pick fewer.
-                combined = np.union1d if self._exclude else np.setdiff1d
-                rows = combined(self._picked[group], rows)
-            made._picked.append(rows)
-        made._exclude = exclude and (self._exclude or self._picked is None)
-        counts = np.diff(bounds)
-        made._number(self.sizes - counts if exclude else counts)
-        return made
-
-    def _copy(self) -> "Parquet":
-        """Return a copy with an empty cache. (__init__ would read the footers of all files.)"""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made._chosen = dict(self._chosen)
-        made.reads = 0
-        made._clear_cache()
+            rows = indices[bounds[group] : bounds[group + 1]] - first
+            made._picked.append(self._stored(group, rows))
+        made._number(np.diff(bounds))
         return made
 
     def filled_groups(self) -> dict[int, tuple[str, int]]:
         """Return file name and number in the file of each group with rows, by its number here."""
-        found = {}
-        for group in np.flatnonzero(self._groups[:, _ROWS]).tolist():
-            file, number, *_ = self._groups[group].tolist()
-            found[group] = self.files[file].name, number
-        return found
+        groups = enumerate(self._groups)
+        return {index: (group.file.name, group.number) for index, group in groups if group.rows}
 
     def select_groups(self, groups: NDArray[np.int64]) -> "Parquet":
         """Return the selected rows of some groups, by their ascending numbers here."""
-        made = self._copy()
-        made._chosen["groups"] = numbers_key(groups, exclude=False)
-        made._groups = self._groups[groups]
+        made = copy(self)
+        made._chosen = {**self._chosen, "groups": numbers_key(groups)}
+        made._groups = [self._groups[group] for group in groups.tolist()]
         if self._picked is not None:
             made._picked = [self._picked[group] for group in groups.tolist()]
         made._number(self.sizes[groups])
@@ -304,7 +286,7 @@ class Parquet:
     @property
     def open_groups(self) -> int:
         """Return how many groups fit into the window, by the largest group."""
-        largest = max(1, int(self._groups[:, _BYTES].max()))
+        largest = max(1, *(group.size for group in self._groups))
         return max(1, self.window * MEGABYTE // largest)
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
@@ -315,20 +297,16 @@ class Parquet:
     def about(self) -> str:
         """Return how the rows are read, for the log."""
         groups = len(self._groups)
-        where = f"{len(self.files):,} parquet files, {groups:,} row groups"
-        if self.open_groups >= groups:
-            return f"{where}, all of which fit into task.window ({self.window} MB per process)"
+        fitting = "all" if self.open_groups >= groups else f"{self.open_groups} at a time"
         return (
-            f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
-            "process) at a time"
+            f"{len(self.files):,} parquet files, {groups:,} row groups, of which {fitting} fit "
+            f"into task.window ({self.window} MB per process)"
         )
 
     def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
         """Return the compressed bytes of columns (default: all of this object) by row group."""
         names = list(columns or self.columns)
-        sizes = []
-        for file, number, *_ in self._groups.tolist():
-            sizes.append(stored_size(self.files[file].metadata, number, names))
+        sizes = [stored_size(group.file.metadata, group.number, names) for group in self._groups]
         return np.array(sizes, dtype=np.int64)
 
     def fingerprint(self) -> dict[str, Any]:

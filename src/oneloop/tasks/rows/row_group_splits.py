@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from oneloop.tasks.rows.rows import DRAWS, Rows, without
+from oneloop.tasks.rows.rows import DRAWS, Rows, drop_rows
 
 _LEAST = 20  # row groups
 
@@ -64,7 +64,7 @@ def divided_by_groups(
         ValueError: a split has no row.
     """
     training = "train" if "train" in splits else ""
-    rows: Any = without(splits[training], unusable.get(training))
+    rows: Any = drop_rows(splits[training], unusable.get(training, ()))
 
     # Draw a number below a million for each group.
     groups = []
@@ -86,7 +86,7 @@ def divided_by_groups(
 
     made = {split: rows.select_groups(np.sort(chosen)) for split, chosen in drawn.items()}
     if "test" in splits:
-        made["test"] = without(splits["test"], unusable.get("test"))
+        made["test"] = drop_rows(splits["test"], unusable.get("test", ()))
     for split, kept in made.items():
         if not len(kept):
             raise ValueError(

@@ -1,25 +1,23 @@
 """Rows of a data set, the samples made from them, and the validation and test splits."""
 
 import json
-import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
-from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
-from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
-from oneloop.tasks.rows.cache import alone, key_of, rows_content
-from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE
+from oneloop.tasks.rows.cache import cached_json, key_of, rows_content
+from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE, about_one_object
 
 Row = dict[str, Any]
 
@@ -74,31 +72,19 @@ class Rows(Protocol):
     def values(self, column: str) -> Iterator[Any]:
         """Yield a column as Arrow arrays, in row order."""
 
-    def select(
-        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
-    ) -> "Rows":
-        """Return the rows at these indices, or all others.
-
-        Args:
-            indices: ascending indices of the rows to keep.
-            exclude: keep all other rows instead.
-            index_file: a file in which the indices can be stored.
-        """
+    def select(self, indices: NDArray[np.int64]) -> "Rows":
+        """Return the rows at these ascending indices."""
 
 
 class Unreadable(ValueError):
     """A row that cannot be read, which ``task.unreadable skip`` leaves out."""
 
 
-# of Parquet, an image set or a mixture; samples that are made of such rows have them, too
-_OF_THE_ROWS = ("about", "announce", "fingerprint", "sources", "traffic", "waits")
-
-
 class Mapped:
     """The samples that ``make`` returns for each row, in order.
 
-    If ``make`` raises, a ValueError names the row's file and number. Optional members of the rows
-    are members of the samples.
+    If ``make`` raises, a ValueError names the row's file and number. Other members are those of the
+    rows, such as their order.
 
     Args:
         rows: the rows.
@@ -133,9 +119,7 @@ class Mapped:
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""
-        if not hasattr(self.rows, "where"):
-            return f"row {index}"
-        where: str = self.rows.where(index)
+        where: str = getattr(self.rows, "where", "row {}".format)(index)
         return where
 
     def near(self, index: int) -> range:
@@ -145,13 +129,9 @@ class Mapped:
         near: range = self.rows.near(index)
         return near
 
-    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
-        """Return the order that the rows define, or a permutation."""
-        return order_of(self.rows, seed=seed, batch=batch, shuffle=shuffle)
-
     def __getattr__(self, name: str) -> Any:
-        # Only a method that is missing here is looked up; a copy has no rows yet.
-        if name not in _OF_THE_ROWS:
+        # Only a member that is missing here is looked up; a copy has no rows yet.
+        if name.startswith("_") or name == "rows":
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.rows, name)
 
@@ -188,84 +168,61 @@ def divided(
     Raises:
         ValueError: there are too few rows.
     """
-    unusable = unusable or {}
-    for split, indices in unusable.items():
+    left_out = unusable or {}
+    for split, indices in left_out.items():
         if len(indices) and len(indices) == len(splits[split]):
             raise ValueError(
                 f"{splits[split].where(0)}: no row of the {split or 'whole'} set can be used"
             )
-
+    usable = {split: drop_rows(rows, left_out.get(split, ())) for split, rows in splits.items()}
     if "validation" in splits:
-        return {split: without(rows, unusable.get(split)) for split, rows in splits.items()}
+        return usable
 
     training = "train" if "train" in splits else ""
     rows = splits[training]
     if len(rows) < 3:
         where = rows.where(0) if len(rows) else "the data"
-        about = getattr(rows, "about_rows", "")
+        about = about_one_object(rows[0]) if len(rows) == 1 else ""
         raise ValueError(f"{where}: {len(rows)} rows are too few for three splits{about}")
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
-    out = unusable.get(training, _NO_ROWS)
     key = key_of(_DRAW_VERSION, rows_content(rows), share, label, text)
-    with alone(f"held-out/{key}.npz") as path:
-        validation, test, rare, repeats = _draw_splits(rows, share, path, label, text)
-        notes = [] if notes is None else notes
-        notes += repeats
-        if rare:
-            shown = ", ".join(f"{name} ({count})" for name, count in [*rare.items()][:5])
-            notes.append(
-                f"{sum(rare.values()):,} rows stay in train, because no other row of their class "
-                f"was drawn for it: {shown}"
-            )
-        if "test" in splits:
-            # The validation split gets the rows of both draws.
-            validation = np.sort(np.concatenate([validation, test]))
-            test = _NO_ROWS
-        others = np.union1d(np.concatenate([validation, test]), out)
-
-        # Name the index file by what it leaves out: other calls share this cache entry.
-        suffix = f".{len(others)}.arrow"
-        if len(out):
-            suffix = f".{len(others)}-{key_of(out.tolist())}.arrow"
-        train = rows.select(others, exclude=True, index_file=path.with_suffix(suffix))
-
-    made = {"train": train, "validation": rows.select(np.setdiff1d(validation, out))}
+    drawn = cached_json(f"held-out/{key}.json", lambda: _draw_splits(rows, share, label, text))
+    if notes is not None:
+        notes += drawn["notes"]
+    validation, test = (np.array(drawn[split], np.int64) for split in ("validation", "test"))
     if "test" in splits:
-        made["test"] = without(splits["test"], unusable.get("test"))
-    else:
-        made["test"] = rows.select(np.setdiff1d(test, out))
+        # The validation split gets the rows of both draws.
+        validation, test = np.concatenate([validation, test]), _NO_ROWS
+    train = np.delete(np.arange(len(rows)), np.concatenate([validation, test]))
 
-    for split, kept in made.items():
-        if not len(kept):
+    made: dict[str, Rows] = {}
+    for split, indices in (("train", train), ("validation", validation), ("test", test)):
+        made[split] = rows.select(np.setdiff1d(indices, left_out.get(training, _NO_ROWS)))
+    if "test" in splits:
+        made["test"] = usable["test"]
+    for split, part in made.items():
+        if not len(part):
             raise ValueError(
                 f"{rows.where(0)}: no row is left for {split}; set a larger task.held_out"
             )
     return made
 
 
-def without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
-    """Return the rows without those at the ascending indices ``out`` (None: all rows)."""
-    if out is None or not len(out):
+def drop_rows(rows: Any, indices: Sequence[int] | NDArray[np.int64]) -> Any:
+    """Return the rows without those at these indices."""
+    if not len(indices):
         return rows
-    return rows.select(out, exclude=True)
+    return rows.select(np.delete(np.arange(len(rows)), indices))
 
 
-def _draw_splits(
-    rows: Rows, share: float, path: Path, label: str, text: str
-) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int], list[str]]:
-    """Return the indices of the validation and the test rows; cache them in a file.
+def _draw_splits(rows: Rows, share: float, label: str, text: str) -> dict[str, Any]:
+    """Return the ascending indices of the validation and the test rows, and notes about them.
 
-    Of each class of the column ``label`` some row is a training row. Also return how many rows stay
-    in train for this, by class; and a line about distinct rows, and about values of the column
+    Of each class of the column ``label`` some row is a training row. The notes are the number of
+    rows that stay in train for this; and a line about distinct rows, and about values of the column
     ``text`` that are in train and in another split.
     """
-    try:
-        with np.load(path) as cached:
-            return cached["validation"], cached["test"], *json.loads(str(cached["found"]))
-    except (OSError, ValueError, KeyError, BadZipFile):
-        pass  # missing or damaged: recomputed below
-
     # Draw a number for each row from its content, so that equal rows get equal numbers.
     names = sorted(rows.types)
     numbers = [np.zeros(0, np.uint64)]
@@ -293,39 +250,42 @@ def _draw_splits(
         validation = np.flatnonzero(drawn == smallest[0])
         test = np.flatnonzero(drawn == smallest[1])
 
-    rare: dict[str, int] = {}
+    # Keep rows of rare classes in train, but do not empty a split: the message about the classes is
+    # clearer.
+    rare: dict[str, list[int]] = {}
     if label:
-        only, of_class = _without_training_rows(rows, label, np.concatenate([validation, test]))
-        kept = np.setdiff1d(validation, only), np.setdiff1d(test, only)
-        # Do not empty a split: the message about the classes is clearer.
+        rare = _rows_of_untrained_classes(rows, label, np.concatenate([validation, test]))
+        rare_rows = [*chain.from_iterable(rare.values())]
+        kept = np.setdiff1d(validation, rare_rows), np.setdiff1d(test, rare_rows)
         if all(map(len, kept)):
             validation, test = kept
-            rare = of_class
+        else:
+            rare = {}
 
     # Count what repeats.
-    repeats = []
+    notes = []
     if text:
         of_text = np.array(texts)
         held_out = np.concatenate([validation, test])
         shared = np.intersect1d(of_text[held_out], np.delete(of_text, held_out))
-        repeats.append(
+        notes.append(
             f"{len(np.unique(number)):,} of {len(number):,} rows are distinct (equal rows share a "
             f"split); {len(shared):,} different values of {text!r} are both in train and in a "
             "split drawn from it"
         )
+    if rare:
+        shown = ", ".join(f"{name} ({len(rare[name])})" for name in [*rare][:5])
+        notes.append(
+            f"{sum(map(len, rare.values())):,} rows stay in train, because no other row of their "
+            f"class was drawn for it: {shown}"
+        )
+    return {"validation": validation.tolist(), "test": test.tolist(), "notes": notes}
 
-    # Replace the file as a whole: a process that is killed here leaves no half of it.
-    draft = path.with_suffix(f".{os.getpid()}.npz")
-    found = json.dumps([rare, repeats])
-    np.savez(draft, validation=validation, test=test, found=found)
-    draft.replace(path)
-    return validation, test, rare, repeats
 
-
-def _without_training_rows(
+def _rows_of_untrained_classes(
     rows: Rows, label: str, held_out: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], dict[str, int]]:
-    """Return the held-out rows of classes that no training row has, and their number by class.
+) -> dict[str, list[int]]:
+    """Return the held-out rows of classes that no training row has, by class.
 
     Args:
         rows: the rows.
@@ -344,7 +304,7 @@ def _without_training_rows(
         if pyarrow.types.is_nested(kind) and not pyarrow.types.is_struct(kind):
             kind = kind.value_type  # of all kinds of lists
         if pyarrow.types.is_floating(kind):
-            return _NO_ROWS, {}
+            return {}
         for index, value in enumerate(array.to_pylist(), start=before):
             for one in value if isinstance(value, list) else [value]:
                 name = unicodedata.normalize("NFC", str(one))
@@ -353,12 +313,7 @@ def _without_training_rows(
                 elif one not in (None, -100):  # a tag of -100 is not trained
                     others.setdefault(name, []).append(index)
         before += len(array)
-
-    rare = {name: found for name, found in others.items() if name not in trained}
-    if not rare:
-        return _NO_ROWS, {}
-    only = [index for found in rare.values() for index in found]
-    return np.unique(only), {name: len(found) for name, found in rare.items()}
+    return {name: others[name] for name in others if name not in trained}
 
 
 def number_of(names: Sequence[str], row: Sequence[Any]) -> int:

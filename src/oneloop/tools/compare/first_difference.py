@@ -49,10 +49,11 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:
-        record = " and ".join(f"{folder} ({_first_steps(log)})" for folder, log in logs.items())
-        raise BadInput(f"{record} have logged no step in common; give both the same log.every")
-    first = steps[0]
-    last = steps[-1]
+        raise BadInput(
+            f"{one} (steps {min(logs[one])} to {max(logs[one])}) and {other} (steps "
+            f"{min(logs[other])} to {max(logs[other])}) have logged no step in common; give both "
+            "the same log.every"
+        )
 
     # Different settings may explain a difference.
     recipes = [content_of(folder / "recipe.yaml", read_yaml) for folder in (one, other)]
@@ -75,12 +76,12 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
         before = step
 
     # The runs are bit-identical as far as both have logged.
-    which = f"step {first}"
+    which = f"step {steps[0]}"
     if len(steps) > 1:
-        which = f"{len(steps)} log lines, step {first} to {last}"
+        which = f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
     lines = [f"bit-identical at {which}: weights, EMA weights and optimizer state"]
     longest = max(logs, key=lambda folder: max(logs[folder]))
-    more = max(logs[longest]) - last
+    more = max(logs[longest]) - steps[-1]
     if more:
         lines.append(f"{longest} goes on for {more} steps, which the other run does not have")
     return None, lines + changed
@@ -93,11 +94,6 @@ def _log(folder: Path) -> dict[int, dict[str, Any]]:
             f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set"
         )
     return found
-
-
-def _first_steps(log: Mapping[int, Any]) -> str:
-    first = sorted(log)[:3]
-    return f"{', '.join(map(str, first))}{', …' if len(log) > len(first) else ''}"
 
 
 def _tensors(

@@ -63,7 +63,7 @@ def export_run(given: Namespace) -> list[str]:
 
     # The slow imports follow the checks.
     from oneloop.job.task import make_task
-    from oneloop.tools.after_training.recorded_task import recipe_of
+    from oneloop.tools.after_training.trained_model import recipe_of
     from oneloop.tools.export.convert import export_checkpoint
     from oneloop.tools.export.push import check_push, push, write_card
 

@@ -16,8 +16,7 @@ from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.weights import load_weights
 from oneloop.run.final_weights import load_task_state, write_final
 from oneloop.task_protocol.protocol import Task
-from oneloop.tools.after_training.rounded_matrices import round_frozen
-from oneloop.tools.after_training.trained_model import reject_other_origin
+from oneloop.tools.after_training.trained_model import reject_other_origin, round_frozen
 from oneloop.tools.export.power_emas import load_power_ema
 
 _DTYPES = {

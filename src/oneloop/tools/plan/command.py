@@ -11,7 +11,7 @@ from oneloop.launch.config_files import read_config
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.gpus import ANY, GPUS, Gpu
 
-_HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
+_HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and a \
 change that makes it fit.
 
   oneloop plan llama-7b --config_file fsdp2 --mixed_precision bf16 --processes 64 --gpu h100
@@ -22,7 +22,7 @@ does not fit, and 3 if this is not known, because something cannot be counted ex
 
 
 def plan(words: Sequence[str]) -> int:
-    """Report what a run needs, and the cheapest change that makes it fit; needs no GPU."""
+    """Report what a run needs, and a change that makes it fit; needs no GPU."""
     given = parsed(words)
     hide_warnings_of_torch()
     from oneloop.tools.plan.plan import run
@@ -82,8 +82,7 @@ def _gpu(text: str) -> tuple[str, Gpu]:
         raise BadInput(
             f"--gpu {text} is unknown; known: {', '.join(GPUS)}, or its memory in GiB (--gpu 23.5)"
         )
-    # Its speed only orders the changes: take that of a common one.
-    return "a GPU", GPUS["h100"]._replace(memory=memory, capability=ANY)
+    return "a GPU", Gpu(memory, ANY)
 
 
 def _asked(given: Namespace, training: Sequence[str]) -> Asked:

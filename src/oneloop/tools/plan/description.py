@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from oneloop.checkpoint.resume import RunState
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.tools.plan.asked import Asked
-from oneloop.tools.plan.gpus import GIB
+from oneloop.tools.plan.gpus import ANY, GIB, GPUS
 from oneloop.tools.plan.ledger import Costs, PeakMemory
 from oneloop.tools.plan.step_costs import StepCosts
 
@@ -28,13 +28,6 @@ _LABELS = {  # stage that allocated a tensor: kind that the user reads
     "evaluation": "activations",
     "setup": "metrics and checks",
 }
-
-
-@dataclass
-class NotPlanned:
-    """Why a run cannot be planned."""
-
-    error: str
 
 
 @dataclass
@@ -64,24 +57,6 @@ class Calls:
     ranks: int  # of the process group
     calls: int
     wire: float  # bytes that one process sends in all calls
-
-
-@dataclass
-class RunLength:
-    """Length of the whole run."""
-
-    steps: int
-    samples: int
-    tokens: float | None  # None: the unit of the task is not tokens
-
-
-@dataclass
-class Disk:
-    """Disk space of a run, in bytes."""
-
-    checkpoint: int
-    once: int  # what is written once: final weights, EMA weights, frozen weights
-    total: int
 
 
 @dataclass
@@ -127,35 +102,21 @@ class Plan:
     collectives: list[Calls]
     fused_loss: Any  # auto, true or false; None: the task has no such option
     wire: float  # bytes that it sends
-    flops: dict[str, float]  # by stage
+    flops: dict[str, float]  # by stage, and total
 
     # The whole run.
-    run: RunLength
+    run: dict[str, float | None]  # steps, samples, and tokens if they are the unit of the task
     parameters: int
-    disk: Disk
+    # Bytes: a checkpoint, what is written once (final weights, EMA weights, frozen weights), total.
+    disk: dict[str, int]
     network: str  # what is read over the network; empty if the data are on a disk
     not_counted: NotCounted
 
-    @property
-    def total_flops(self) -> float:
-        """Floating-point operations of one step of one process."""
-        return sum(self.flops.values())
-
-    def sent(self, name: str) -> float:
-        """Return the bytes that one process sends in one step by a collective operation."""
-        size = 0.0
-        for call in self.collectives:
-            if call.name == name:
-                size += call.wire
-        return size
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what ``--json`` prints."""
-        content = asdict(self)
-        content["flops"]["total"] = self.total_flops
-        if self.memory.evaluation is None:
-            del content["memory"]["evaluation"]
-        return content
+    # The answer.
+    fits_on: list[str]  # names of known GPUs that hold the planned memory
+    gpu: str | None = None  # None: without --gpu
+    fits: bool | None = None  # None: not known
+    change: dict[str, Any] | None = None  # with which it fits: words, command, total
 
 
 def describe(
@@ -208,6 +169,13 @@ def describe(
     state = RunState(costs.model, costs.optimizer, parts=emas, tried=True)
     once, each = state.size(job.tried.share, getattr(job.task, "origin", None))
 
+    # Which GPUs hold it?
+    varlen = bool(costs.ledger.foreign & VARLEN)
+    fits_on = []
+    for name, gpu in GPUS.items():
+        if gpu.holds(memory.total) and not (varlen and gpu.capability < ANY):
+            fits_on.append(name)
+
     return Plan(
         processes=run.ranks,
         nodes=asked.nodes,
@@ -218,7 +186,7 @@ def describe(
         exact=job.exact,
         mixed_precision=run.accelerator.mixed_precision,
         capability=asked.capability,
-        varlen=bool(costs.ledger.foreign & VARLEN),
+        varlen=varlen,
         blocks=job.built.blocks,
         memory=memory,
         recompute=machine.recompute,
@@ -228,12 +196,17 @@ def describe(
         collectives=collectives,
         fused_loss=getattr(job.task, "fused_loss", None),
         wire=sum(call.wire for call in collectives),
-        flops=step.operations,
-        run=RunLength(job.steps, samples, tokens),
+        flops={**step.operations, "total": sum(step.operations.values())},
+        run={"steps": job.steps, "samples": samples, "tokens": tokens},
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
-        disk=Disk(each, once, job.checkpoints_kept * each + once),
+        disk={
+            "checkpoint": each,
+            "once": once,
+            "total": job.checkpoints_kept * each + once,
+        },
         network=network,
         not_counted=not_counted,
+        fits_on=fits_on,
     )
 
 

@@ -1,31 +1,21 @@
-"""``oneloop plan``: does a run fit, what does it transfer, what is the cheapest change; no GPU."""
+"""``oneloop plan``: does a run fit, what does it transfer, which change makes it fit; no GPU."""
 
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import add
 from pathlib import Path
 
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.tools.plan.changes import Fitting, cheapest
-from oneloop.tools.plan.description import Memory, NotPlanned, Plan
+from oneloop.tools.plan.changes import fitting_change
+from oneloop.tools.plan.description import Memory, Plan
 from oneloop.tools.plan.gpus import ANY, GIB, GPUS, Gpu
 from oneloop.tools.plan.planned import planned
 
 # Whether a run fits (None: not known): the first words, and the exit code.
 _ANSWERS = {True: ("fits", DONE), False: ("does not fit", ERROR), None: ("may fit", 3)}
-
-
-@dataclass
-class _Answer:
-    """Whether the run fits, in the order of ``--json``."""
-
-    fits_on: list[str]  # names of known GPUs that hold the planned memory
-    gpu: str | None  # None: without --gpu
-    fits: bool | None  # None: not known
-    change: Fitting | None
 
 
 def run(given: Namespace) -> int:
@@ -42,50 +32,41 @@ def run(given: Namespace) -> int:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     plan = planned([given.asked])[0]
-    if isinstance(plan, NotPlanned):
-        raise BadInput(plan.error)
+    if isinstance(plan, str):
+        raise BadInput(plan)
 
     # Without --gpu, the run must fit on the largest one.
-    total = plan.memory.total
-    fits_on = []
-    for known, one in GPUS.items():
-        if one.holds(total) and not (plan.varlen and one.capability < ANY):
-            fits_on.append(known)
-    name = None
     word, gpu = max(GPUS.items(), key=lambda item: item[1].memory)
     if given.device is not None:
-        name, gpu = given.device
+        plan.gpu, gpu = given.device
         word = given.gpu
 
     # What is not counted exactly may change the answer.
-    enough = gpu.holds(total)
-    fits = None if plan.not_counted.doubts(enough) else enough
-    change = None
+    enough = gpu.holds(plan.memory.total)
+    doubts = plan.not_counted.doubts(enough)
+    plan.fits = None if doubts else enough
     if not enough and not given.no_changes:
-        change = cheapest(given.asked, plan, gpu, word)
+        plan.change = fitting_change(given.asked, plan, gpu, word)
 
-    answer = _Answer(fits_on, name, fits, change)
     if given.json:
-        print(dumps(plan.as_json() | asdict(answer)))
+        print(dumps(asdict(plan)))
     else:
-        lines = [*_verdict(answer, plan, gpu, tried=not given.no_changes), *_costs(plan)]
+        lines = [*_verdict(plan, gpu, doubts, tried=not given.no_changes), *_costs(plan)]
         print(printable("\n".join(lines)))
-    return _ANSWERS[fits][1]
+    return _ANSWERS[plan.fits][1]
 
 
-def _verdict(answer: _Answer, plan: Plan, gpu: Gpu, *, tried: bool) -> Iterator[str]:
+def _verdict(plan: Plan, gpu: Gpu, doubts: Sequence[str], *, tried: bool) -> Iterator[str]:
     """Yield the three lines that answer the question; ``tried``: whether changes were planned."""
     # Does it fit?
     memory = plan.memory
-    enough = gpu.holds(memory.total)
-    doubts = plan.not_counted.doubts(enough)
-    line = _ANSWERS[answer.fits][0]
-    if answer.gpu is None:
-        line += f" on {', '.join(answer.fits_on) or 'a known GPU'}"
+    line = _ANSWERS[plan.fits][0]
+    if plan.gpu is None:
+        line += f" on {', '.join(plan.fits_on) or 'a known GPU'}"
     line += f": {memory.total / GIB:.2f} GiB per process"
-    if answer.gpu is not None:
+    if plan.gpu is not None:
         left = f"{gpu.memory - memory.total / GIB:.2f} GiB left"
-        line += f", of {gpu.memory:g} GiB of {answer.gpu}, {left}"
+        line += f", of {gpu.memory:g} GiB of {plan.gpu}, {left}"
     if doubts:
         line += f"; not counted exactly: {'; '.join(doubts)}"
     yield line
@@ -102,14 +83,14 @@ def _verdict(answer: _Answer, plan: Plan, gpu: Gpu, *, tried: bool) -> Iterator[
 
     # What would make it fit?
     counted = "what was counted" if doubts else "it"
-    if answer.change is not None:
+    if plan.change is not None:
         least = "at least " if plan.not_counted.more else ""
-        needs = f"{least}{answer.change.total / GIB:.2f} GiB"
-        yield f"cheapest change ({needs}): {answer.change.command}"
-    elif enough:
+        needs = f"{least}{plan.change['total'] / GIB:.2f} GiB"
+        yield f"change that makes {counted} fit ({needs}): {plan.change['command']}"
+    elif gpu.holds(memory.total):
         yield f"no change is needed for {counted} to fit"
     elif tried:
-        yield f"no change makes {counted} fit"
+        yield f"no change makes {counted} fit, alone or together with the others"
     else:
         yield "no change was tried"
 
@@ -129,7 +110,7 @@ def _costs(plan: Plan) -> Iterator[str]:
         f"{plan.micro} samples"
     )
     recomputed = plan.flops.get("recompute", 0) / 1e12
-    yield f"  {plan.total_flops / 1e12:,.3f} TFLOP, of which {recomputed:,.3f} recompute"
+    yield f"  {plan.flops['total'] / 1e12:,.3f} TFLOP, of which {recomputed:,.3f} recompute"
     for call in plan.collectives:
         if call.wire >= 5e3:  # smaller ones would be printed as 0.00 MB
             each = f"{call.calls:,} of {call.size / 1e6:,.2f} MB over {call.ranks} processes"
@@ -138,13 +119,13 @@ def _costs(plan: Plan) -> Iterator[str]:
     yield _kernels(plan)
 
     # The whole run.
-    length = f"{plan.run.steps:,} steps, {plan.run.samples:,} samples"
-    if plan.run.tokens:
-        length += f", {plan.run.tokens:,.0f} tokens"
+    length = f"{plan.run['steps']:,} steps, {plan.run['samples']:,} samples"
+    if plan.run["tokens"]:
+        length += f", {plan.run['tokens']:,.0f} tokens"
     yield f"{plan.parameters:,} parameters; {length}"
     yield (
-        f"checkpoint {plan.disk.checkpoint / 1e9:,.2f} GB; disk space for the run "
-        f"{plan.disk.total / 1e9:,.2f} GB"
+        f"checkpoint {plan.disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run "
+        f"{plan.disk['total'] / 1e9:,.2f} GB"
     )
     if plan.network:
         yield plan.network

@@ -34,7 +34,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.user_code import where
 from oneloop.tools.nodes import Nodes, accelerate_variables
 from oneloop.tools.plan.asked import Asked
-from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
+from oneloop.tools.plan.description import VARLEN, NotCounted, Plan, describe
 from oneloop.tools.plan.largest_samples import SAMPLED, may_be_larger
 from oneloop.tools.plan.step_costs import StepCosts
 from oneloop.tools.server_context import server_context
@@ -67,9 +67,9 @@ _ALLOCATOR = (  # these keys change no tensor that is counted
 )
 
 
-def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
-    """Plan each run in its own process, two at once."""
-    found: list[Plan | NotPlanned] = []
+def planned(several: Sequence[Asked]) -> list[Plan | str]:
+    """Plan each run in its own process, two at once; return its plan, or why it has none."""
+    found: list[Plan | str] = []
     imported = set[str]()
     context = _context()
     for at in range(0, len(several), 2):
@@ -81,7 +81,7 @@ def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
                 futures.append(pool.submit(_planned, asked))
             for future in futures:
                 if isinstance(future.exception(), BrokenProcessPool):
-                    found.append(NotPlanned(_KILLED))
+                    found.append(_KILLED)
                     continue
                 plan, modules = future.result()
                 found.append(plan)
@@ -115,7 +115,7 @@ def _autograd_works() -> bool:
     return True
 
 
-def _planned(asked: Asked) -> tuple[Plan | NotPlanned, list[str]]:
+def _planned(asked: Asked) -> tuple[Plan | str, list[str]]:
     """Return the plan, and the modules of models that it imported."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -135,7 +135,7 @@ def _planned(asked: Asked) -> tuple[Plan | NotPlanned, list[str]]:
         message = f"{error}{where(error)}{how_to_install(error)}"
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         message = f"the plan failed: {type(error).__name__}: {error}{where(error)}"
-    return NotPlanned(" ".join(message.split())), []
+    return " ".join(message.split()), []
 
 
 def _plan(asked: Asked) -> Plan:

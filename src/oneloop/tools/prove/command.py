@@ -1,13 +1,15 @@
 """The options of ``oneloop prove``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.launch.config_files import read_config
-from oneloop.tools.prove.start import Start, start_run
 
 
-def prove(words: Sequence[str], *, start: Start = start_run) -> int:
+def prove(
+    words: Sequence[str], *, start: Callable[[Sequence[str], Path], int] | None = None
+) -> int:
     """Compare a parallel layout with one process by training the same few steps, in a temporary
     folder.
 

@@ -2,7 +2,6 @@
 
 The answer comes from real runs of a few steps."""
 
-import json
 import re
 import sys
 from argparse import Namespace
@@ -15,32 +14,13 @@ import torch
 import yaml
 from torch import Tensor
 
-from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
+from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch.config_files import config_file
 from oneloop.recipe.parse import read
 from oneloop.tools.compare.first_difference import FirstDifference, parting
-from oneloop.tools.prove.start import SECONDS, Start, start_run
-from oneloop.tools.worth.techniques import as_arguments
-
-# Keys of every run.
-_KEYS = {
-    "eval.every": 0,
-    "stop.patience": 0,
-    "save.every": 0,
-    "save.best": False,
-    "save.final": "last",
-    "save.mirror": None,
-    "log.every": 1,
-    "watch.output": "progress",
-    "watch.profile": None,
-    "watch.memory": None,
-    "track": "none",
-    "run.resume": "auto",
-    "stop.after": None,
-    "debug.dry_run": False,
-}
+from oneloop.tools.prove.short_run import RunFailed, Start, launched, train_briefly
 
 # the layout may differ from the reference by at most this multiple of the control's difference
 _FACTOR = 10.0
@@ -66,15 +46,11 @@ _CAUSES = (
 _PROMISES = ("any parallel layout", "batch.grain ")
 
 
-class _Failed(RuntimeError):
-    """A run ended with an error."""
-
-
 class _Differs(RuntimeError):
     """A run ended because its own comparisons found a difference."""
 
 
-def prove(own: Namespace, training: Sequence[str], *, start: Start = start_run) -> int:
+def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
     """Compare a parallel layout with one process, and print the verdict. Raise BadInput.
 
     Args:
@@ -86,7 +62,7 @@ def prove(own: Namespace, training: Sequence[str], *, start: Start = start_run) 
         The exit code: 0 (the same) or 1 (different, failed).
     """
     with TemporaryDirectory(prefix="oneloop-") as scratch:
-        proof = _Proof(training, own, Path(scratch), start)
+        proof = _Proof(training, own, Path(scratch), start or launched)
         result = {"verdict": "", **proof.about, **proof.result()}
     print(dumps(result) if own.json else printable("\n".join(_lines(result))))
     return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
@@ -123,7 +99,7 @@ class _Proof:
         precision = ["--mixed_precision", kept]
         self.single = ["--config_file", config_file("single"), *precision]
         self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
-        self.training = [str(own.steps), *training]
+        self.training = [f"tensors:{own.steps}", *training]
         self.scratch = scratch
         self.start = start
         self.double = own.double
@@ -172,13 +148,13 @@ class _Proof:
         """Make the runs; return the verdict, also if a run ends early. Raise BadInput."""
         try:
             return self._result()
-        except _Failed as error:
+        except RunFailed as error:
             return {"verdict": "failed", "reason": str(error)}
         except _Differs as error:
             return _found(str(error))
 
     def _result(self) -> dict[str, Any]:
-        """Make the runs and compare them. Raise BadInput, _Failed or _Differs."""
+        """Make the runs and compare them. Raise BadInput, RunFailed or _Differs."""
         machine = self.recipe.machine
         keys: dict[str, Any] = {"machine.matmul": "highest"}
         if machine.base_dtype not in (None, "float32"):
@@ -196,7 +172,7 @@ class _Proof:
 
         try:
             return self._compare_runs(wide, "float64")
-        except (_Failed, BadInput) as error:
+        except (RunFailed, BadInput) as error:
             wrong = "a different model" in str(error)  # a small term, which float32 does not show
             if wrong or self.double or machine.dtype == "float64":
                 raise
@@ -239,31 +215,17 @@ class _Proof:
         return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
-        folder = self.scratch / f"{name}-{keys['machine.dtype']}-{self.check_every}"
-        keys = {**_KEYS, **keys, "machine.check_every": self.check_every, "run.dir": str(folder)}
+        folder = self.scratch / f"{keys['machine.dtype']}-{self.check_every}" / name
+        folder.parent.mkdir(exist_ok=True)
+        keys = {**keys, "log.every": 1, "machine.check_every": self.check_every}
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        output = folder.with_suffix(".txt")
         try:
-            with output.open("wb") as stream:
-                words = [*options, *self.training, *as_arguments(keys)]
-                code = self.start(words, stream.fileno())
-        except TimeoutError:
-            raise _Failed(f"the {name} run did not end within {SECONDS:.0f} s") from None
-
-        text = output.read_text(encoding="utf-8", errors="replace").strip()
-        summary = folder / "summary.json"
-        if code == BAD_INPUT:
-            raise BadInput(text.rpartition("oneloop: ")[2])
-        if code == STOPPED:
-            sys.exit(code)
-        if code:
-            why = text[-2000:]
-            if summary.exists():
-                why = json.loads(summary.read_text())["exit_reason"]
-            found = re.search(_STOPPED, why, re.DOTALL)
-            if found:
-                raise _Differs(f"the {name} run stopped: {found[1]}")
-            raise _Failed(f"the {name} run ended with exit code {code}: {why}")
+            train_briefly(self.start, folder, [*options, *self.training], keys)
+        except RunFailed as error:
+            difference = re.search(_STOPPED, str(error), re.DOTALL)
+            if difference:
+                raise _Differs(f"the {name} run stopped: {difference[1]}") from None
+            raise
         return folder
 
     def _reason(self, layout: Path, *, control: bool) -> str | None:
@@ -271,9 +233,7 @@ class _Proof:
 
         It is a line of the run (BatchNorm, random numbers, a changed buffer, unused parameters), or
         that the ``control`` differs, too."""
-        lines = (
-            layout.with_suffix(".txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
+        lines = Path(f"{layout}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         for word in _CAUSES:
             for line in lines:
                 if word in line and not line.startswith(_PROMISES):

@@ -1,6 +1,6 @@
-"""One run of ``oneloop prove``: train a few steps, and save gradients and weights of each step.
+"""A run of a few steps that saves gradients and weights of each step, or the times of all steps.
 
-``accelerate launch … -m oneloop.tools.prove.recorded_run STEPS RECIPE [--key value …]``
+``accelerate launch … -m oneloop.tools.prove.recorded_run tensors:STEPS RECIPE [--key value …]``
 """
 
 if __name__ == "__main__":  # before the slow imports, as in oneloop.train
@@ -8,9 +8,10 @@ if __name__ == "__main__":  # before the slow imports, as in oneloop.train
 
     from oneloop.launch import before_imports
 
-    STEPS = sys.argv.pop(1)
+    RECORD = sys.argv.pop(1)
     before_imports.begin()
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from oneloop.basics.files import dumps
+from oneloop.basics.memory import peak_memory
 from oneloop.basics.parameter_names import bare_name
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.job.build import Job
@@ -31,12 +34,16 @@ from oneloop.run.folder import Folder
 from oneloop.train import train
 
 
-def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
+def _train_recorded(what: str, steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     """Train the first steps without evaluation; the learning rate follows the whole schedule."""
     make = job.make_optimizer
+    times: list[float] = []
 
     def optimizer(model: nn.Module) -> Optimizer:
         made = make(model)
+        if what == "times":
+            made.register_step_pre_hook(lambda *_: times.append(time.perf_counter()))
+            return made
         numbers = count(1)
 
         def keep(*_: Any) -> None:
@@ -58,7 +65,24 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
 
     intervals = replace(job.intervals, total=min(steps, job.steps))
     job = replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer)
-    return train(job, run, folder)
+    summary = train(job, run, folder)
+
+    # What `oneloop worth` asks for.
+    if what == "times":
+        machine = {
+            "device": run.device.type,
+            "cores": run.cores,
+            "blocks": bool(job.built.blocks),
+            "convolutions": any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
+        }
+        measures = {
+            "times": times,
+            "batch": job.recipe.batch.size,
+            "peak": peak_memory(run.device) / 2**20,
+            "machine": machine,
+        }
+        (folder.path / "measures.json").write_text(dumps(measures))
+    return summary
 
 
 def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -74,9 +98,10 @@ def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 def main(argv: Sequence[str]) -> NoReturn:
     """Train, and end the process with oneloop's exit code.
 
-    ``argv`` is the number of steps, and the recipe with its keys."""
-    entry.main(partial(_train_recorded, int(argv[0])), argv[1:])
+    ``argv`` is ``tensors:STEPS`` or ``times:STEPS``, and the recipe with its keys."""
+    what, _, steps = argv[0].partition(":")
+    entry.main(partial(_train_recorded, what, int(steps)), argv[1:])
 
 
 if __name__ == "__main__":
-    main([STEPS, *sys.argv[1:]])
+    main([RECORD, *sys.argv[1:]])

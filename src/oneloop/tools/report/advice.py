@@ -135,13 +135,9 @@ def diagnosis(spent: Mapping[str, float], environment: Mapping[str, Any]) -> str
     largest = max(advice, key=lambda phase: shares.get(phase, 0.0))
     share = shares.get(largest, 0.0)
     if share < _SIGNIFICANT:
-        compute = 100 * shares.get("compute", 0.0)
-        if compute > 50:
-            return f"{compute:.0f} % of the time goes into forward and backward, as it should"
-        return (
-            f"{compute:.0f} % of the time goes into forward and backward; no other part of a step "
-            "takes long"
-        )
+        compute = shares.get("compute", 0.0)
+        verdict = ", as it should" if compute > 0.5 else "; no other part of a step takes long"
+        return f"{100 * compute:.0f} % of the time goes into forward and backward{verdict}"
     what, change = advice[largest]
     sentence = f"{100 * share:.0f} % of the time {what}"
     return f"{sentence}: {change}" if seconds >= _LONG_ENOUGH else sentence

@@ -1,23 +1,27 @@
-"""The charts of the report: plotly's traces and layouts as plain data, from records."""
+"""The charts of the report: plotly's traces and layouts as plain data, from records.
 
+``charts.json`` has the parts of layouts and traces that all charts share.
+"""
+
+import copy
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+from markupsafe import escape
 
 from oneloop.tools.report.curve_groups import grouped
 from oneloop.tools.report.matrices import classes_of, heat_map, matrices_of
 from oneloop.tools.run_reader import Record
 
+_STYLE = json.loads(Path(__file__).with_name("charts.json").read_text(encoding="utf-8"))
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
-_MARKS = {
-    "resume": "triangle-up",
-    "save": "square",
-    "skip": "x",
-    "rewind": "triangle-left",
-    "stop": "octagon",
-}
 _MANY = 12  # curves of a chart, above which it has no legend
+_TABLE_ROWS = 200  # of a chart, at most
 _UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
+_EVALUATION = ("eval/", "test/")
 _TRAINING = ("train/", "speed/", "share/", "memory/")
 _SINGLE = {
     "train/lr": "Learning rate",
@@ -34,10 +38,11 @@ _SINGLE = {
 
 
 def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return ``{"title", "data", "layout"}`` of every chart that has data.
+    """Return every chart that has data.
 
     ``data`` holds plotly's traces, and ``layout`` is plotly's layout. ``meta`` of a trace has its
-    positions on the other axes of :func:`axes`.
+    positions on the other axes of :func:`axes`. ``head`` and ``lines`` are its table; ``sampled``
+    says how many of the rows it has.
     """
     return [chart for chart in _all(runs) if chart["data"]]
 
@@ -45,39 +50,31 @@ def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
 def axes(runs: Sequence[Record]) -> dict[str, str]:
     """Return the quantities that charts may have on the x axis, and the titles of the axis."""
     found = {"step": "step"}
-    if any(run.along["samples"] for run in runs):
+    if any(run.along["samples"].points() for run in runs):
         found["samples"] = "samples trained on"
-    if any(run.along["time"] for run in runs):
+    if any(run.along["time"].points() for run in runs):
         found["time"] = f"time in {_time_unit(runs)[0]}"
     return found
 
 
 def _time_unit(runs: Sequence[Record]) -> tuple[str, int]:
     """Return the unit of time that suits the longest run, and its seconds."""
-    longest = max((run.along["time"].last for run in runs), default=0.0)
+    longest = max((run.time for run in runs), default=0.0)
     return [unit for unit in _UNITS if longest >= 2 * unit[1] or unit[1] == 1][-1]
 
 
 def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     curves = _Curves(runs)
-    names = dict.fromkeys(name for run in runs for name in run.metrics())
-
-    yield _chart(
-        "Loss (train: mean since the previous point)",
-        [*curves.of("train/loss"), *curves.of("eval/loss")],
-        log=_is_logarithmic(runs, "train/loss"),
-        marks=curves.marks(),
-    )
+    names = dict.fromkeys(name for run in runs for name in run.curves)
+    yield curves.chart("Loss (train: mean since the previous point)", "train/loss", "eval/loss")
 
     # The task's own metrics: in evaluations, in training, and others.
-    evaluated, trained, others = [], [], []
-    for name in names:
-        if name.startswith("eval/") and name != "eval/loss":
-            evaluated.append(name)
-        elif name.startswith("train/") and name not in ("train/loss", "train/epoch", *_SINGLE):
-            trained.append(name)
-        elif not name.startswith((*_TRAINING, "eval/", "test/", "profile/")):
-            others.append(name)
+    own = [
+        name for name in names if name not in ("eval/loss", "train/loss", "train/epoch", *_SINGLE)
+    ]
+    evaluated = [name for name in own if name.startswith("eval/")]
+    trained = [name for name in own if name.startswith("train/")]
+    others = [name for name in own if not name.startswith((*_TRAINING, *_EVALUATION, "profile/"))]
     yield from curves.groups(evaluated, lambda name: name.removeprefix("eval/"))
     yield from curves.groups(trained, lambda name: f"In training: {name.removeprefix('train/')}")
     yield from curves.groups(others, lambda name: name.replace("/", ": "))
@@ -85,14 +82,14 @@ def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     # The metrics that every run has. A constant learning rate is in the headline.
     for metric, title in _SINGLE.items():
         if metric != "train/lr" or any(constant(run, metric) is None for run in runs):
-            yield _chart(title, curves.of(metric), log=_is_logarithmic(runs, metric))
+            yield curves.chart(title, metric)
         if metric == "speed/mfu":
             for run in runs:
                 yield curves.shares(run)
 
     for run in runs:
         for name, table in matrices_of(run.examples).items():
-            yield _matrix(name, table, f": {run.name}" if len(runs) > 1 else "")
+            yield _matrix(name, table, curves.of(run))
 
 
 def constant(run: Record, metric: str) -> float | None:
@@ -113,12 +110,17 @@ class _Curves:
         self._several = len(runs) > 1
         self._second = _time_unit(runs)[1]
 
-    def of(self, metric: str) -> list[dict[str, Any]]:
-        """Return the curves of a metric in all runs."""
+    def of(self, run: Record) -> str:
+        """Return how the title of a chart of one run ends."""
+        return f": {run.name}" if self._several else ""
+
+    def chart(self, title: str, *metrics: str) -> dict[str, Any]:
+        """Return a chart of metrics in all runs. The first one decides the scale."""
         traces = []
-        for number, run in enumerate(self._runs):
-            traces += self._traces(run, metric, colour=number if self._several else None)
-        return traces
+        for metric in metrics:
+            for number, run in enumerate(self._runs):
+                traces += self._traces(run, metric, colour=number if self._several else None)
+        return _chart(title, traces, log=_is_logarithmic(self._runs, metrics[0]))
 
     def groups(
         self,
@@ -137,18 +139,17 @@ class _Curves:
             words = title(measure).replace("_", " ")
             words = words[:1].upper() + words[1:]
             if len(members) == 1:
-                traces = self.of(*members)
+                chart = self.chart(words, *members)
                 # The table of several runs has the last values of evaluations.
-                points = max((len(trace["x"]) for trace in traces), default=0)
+                points = max((len(trace["x"]) for trace in chart["data"]), default=0)
                 if points > 1 or not self._several or not measure.startswith("eval/"):
-                    yield _chart(words, traces)
+                    yield chart
                 continue
             for run in self._runs:
                 traces = []
                 for number, (name, label) in enumerate(members.items()):
                     traces += self._traces(run, name, colour=number, label=label)
-                of = f": {run.name}" if self._several else ""
-                yield _chart(f"{words} of each class{of}", traces)
+                yield _chart(f"{words} of each class{self.of(run)}", traces)
 
     def _is_share(self, metric: str) -> bool:
         """Return whether all values of a metric are from 0 to 1."""
@@ -158,22 +159,18 @@ class _Curves:
     def shares(self, run: Record) -> dict[str, Any]:
         """Return a chart of stacked areas: the phases' shares of the time."""
         stacked = []
-        names = [name for name in run.metrics() if name.startswith("share/")]
-        for name, colour in zip(names, _COLOURS, strict=False):
-            for trace in self._traces(run, name, colour=0):
-                if not any(trace["y"]):
-                    continue
-                trace["stackgroup"] = "one"
-                trace["mode"] = "lines"
-                trace["name"] = name.removeprefix("share/")
-                trace["line"] = {"color": colour, "width": 0}
-                trace["fillcolor"] = colour
-                trace["x"] = averaged(trace["x"])
-                trace["y"] = averaged(trace["y"])
-                trace["meta"] = {axis: averaged(at) for axis, at in trace["meta"].items()}
-                stacked.append(trace)
-        of = f": {run.name}" if self._several else ""
-        return _chart(f"Shares of the time between log lines{of}", stacked)
+        names = [name for name in run.curves if name.startswith("share/")]
+        for number, name in enumerate(names[: len(_COLOURS)]):
+            for trace in self._traces(run, name, colour=number, label=name.removeprefix("share/")):
+                if any(trace["y"]):
+                    colour = trace["line"]["color"]
+                    area = {
+                        "stackgroup": "one",
+                        "fillcolor": colour,
+                        "line": {"color": colour, "width": 0},
+                    }
+                    stacked.append({**trace, **area, "mode": "lines"})
+        return _chart(f"Shares of the time between log lines{self.of(run)}", stacked)
 
     def _traces(
         self, run: Record, metric: str, *, colour: int | None, label: str = ""
@@ -203,110 +200,56 @@ class _Curves:
             if weights not in (None, "raw"):
                 words.append(f"({weights})")
 
+            # Curves of evaluations are dots (raw weights) or dashes (EMAs), if they must differ.
             number = colour
             if number is None:
                 number = 1 + run.weights().index(weights) if weights else 0
-            dash = "solid"
-            if weights is not None and not label:
-                dash = "dot" if weights == "raw" else "dash"
-            elif label and weights == "raw" and len(run.weights()) > 1:
-                dash = "dot"
+            dash = {None: "solid", "raw": "dot"}.get(weights, "dash")
+            if label and len(run.weights()) < 2:
+                dash = "solid"
 
+            # Positions of the steps on the other axes.
+            positions: dict[str, Any] = {"step": steps}
+            for axis, unit in (("samples", 1), ("time", self._second)):
+                positions[axis] = [round(at / unit, 4) for at in run.position(axis, steps)]
             trace = {
                 "type": "scatter",
                 "x": steps,
                 "y": [value if math.isfinite(value) else None for value in values],
-                "meta": self._positions(run, steps),
+                "meta": positions,
                 "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
-                "name": " ".join(filter(None, words)),
+                "name": escape(" ".join(filter(None, words))),
                 "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
             }
             traces.append(trace)
         return traces
 
-    def _positions(self, run: Record, steps: Sequence[int]) -> dict[str, list[float]]:
-        """Return the positions of steps on each axis."""
-        positions: dict[str, list[float]] = {"step": list(steps)}
-        for axis, unit in (("samples", 1), ("time", self._second)):
-            positions[axis] = [round(at / unit, 4) for at in run.position(axis, steps)]
-        return positions
-
-    def marks(self) -> list[dict[str, Any]]:
-        """Return one trace of markers per kind of event, each kind in a row below the chart."""
-        traces = []
-        for index, run in enumerate(self._runs):
-            colour = _COLOURS[index % len(_COLOURS)] if self._several else "#999"
-            for kind, symbol in _MARKS.items():
-                events = [event for event in run.events() if event["event"] == kind]
-                if not events:
-                    continue
-                # The second y axis has a row for each kind.
-                marker = {
-                    "symbol": symbol,
-                    "size": 8,
-                    "color": colour,
-                    "line": {"width": 1, "color": "#555"},
-                }
-                steps = [event["step"] for event in events]
-                trace = {
-                    "type": "scatter",
-                    "x": steps,
-                    "meta": self._positions(run, steps),
-                    "y": [kind] * len(events),
-                    "yaxis": "y2",
-                    "showlegend": False,
-                    "mode": "markers",
-                    "name": f"{run.name} {kind}" if self._several else kind,
-                    "text": [str(event.get("why", "")) for event in events],
-                    "marker": marker,
-                }
-                traces.append(trace)
-        return traces
-
-
-def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
-    """Return the means of stretches of the values, so that an area can be read.
-
-    Args:
-        values: None: no value.
-        most: largest number of stretches.
-
-    Returns:
-        A mean for each stretch; None if it has no value.
-    """
-    length = max(1, -(-len(values) // most))
-    means: list[float | None] = []
-    for start in range(0, len(values), length):
-        stretch = [value for value in values[start : start + length] if value is not None]
-        means.append(sum(stretch) / len(stretch) if stretch else None)
-    return means
-
 
 def _matrix(name: str, table: dict[str, Any], of: str) -> dict[str, Any]:
     """Return a heat map of a matrix, with the first row at the top."""
     title, trace, titles = heat_map(name, table)
-    chart = _chart(f"{title}{of}", [trace])
+    chart = _chart(f"{title}{of}", [{**_STYLE["matrix"], **trace}])
     layout = chart["layout"]
     layout["height"] = min(900, max(280, 140 + 28 * len(table["rows"])))
     layout["hovermode"] = "closest"
     for axis, text in zip(("xaxis", "yaxis"), titles, strict=True):
-        layout[axis] |= {"type": "category", "title": {"text": text}, "showgrid": False}
+        layout[axis] |= {**_STYLE["matrix_axis"], "title": {"text": text}}
     layout["yaxis"]["autorange"] = "reversed"
     layout["showlegend"] = False
     return chart
 
 
-def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
+def _rows(data: Sequence[dict[str, Any]]) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Return the metrics of a chart as a table: its header and its rows."""
     cells: list[tuple[Any, ...]] = []
-    if chart["data"][0]["type"] == "heatmap":
-        trace = chart["data"][0]
+    if data[0]["type"] == "heatmap":
+        trace = data[0]
         for name, counts in zip(trace["y"], trace["customdata"], strict=True):
             for predicted, count in zip(trace["x"], counts, strict=True):
                 if count:
                     cells.append((name, predicted, count))
         return ["row", "column", "samples"], cells
-    for trace in chart["data"]:
+    for trace in data:
         for x, y in zip(trace["x"], trace["y"], strict=True):
             cells.append((trace["name"], x, y))
     return ["curve", "step", "value"], cells
@@ -317,7 +260,7 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
 
     It is if all values are positive and span more than a factor of 20.
     """
-    if metric in ("train/lr", "speed/mfu"):
+    if metric not in ("train/loss", *_SINGLE) or metric in ("train/lr", "speed/mfu"):
         return False
     values: list[float] = []
     for run in runs:
@@ -325,46 +268,28 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > 20
 
 
-def _chart(
-    title: str,
-    data: list[dict[str, Any]],
-    *,
-    log: bool = False,
-    marks: Sequence[dict[str, Any]] = (),
-) -> dict[str, Any]:
+def _chart(title: str, data: list[dict[str, Any]], *, log: bool = False) -> dict[str, Any]:
     """Return a chart with oneloop's layout.
 
     Args:
         title: the title.
         data: the traces; without any, the chart is left out.
         log: whether the y axis is logarithmic.
-        marks: traces of events, which are drawn below the others.
     """
-    y_axis: dict[str, Any] = {"type": "linear", "tickformat": "~g"}
+    if not data:
+        return {"data": data}
+    layout = copy.deepcopy(_STYLE["layout"])
     if log:
-        y_axis = {"type": "log", "title": {"text": "logarithmic"}, "exponentformat": "power"}
-    y_axis["automargin"] = True
-    x_axis: dict[str, Any] = {"title": {"text": "step"}, "rangemode": "tozero"}
-    layout: dict[str, Any] = {
-        "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
-        "height": 320,
-        "hovermode": "x unified",
-        "xaxis": x_axis,
-        "yaxis": y_axis,
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
-        "showlegend": True,
-    }
+        layout["yaxis"] = dict(_STYLE["logarithmic"])
     if len(data) > _MANY:
         layout["showlegend"] = False
         layout["hovermode"] = "closest"
-    if not data:
-        return {"title": title, "data": [], "layout": layout}
 
     # Make short and constant curves readable.
     if data[0]["type"] == "scatter":
         points, last = max((len(trace["x"]), max(trace["x"])) for trace in data)
         if last < 8:
-            x_axis["dtick"] = 1
+            layout["xaxis"]["dtick"] = 1
         if points < 3:
             title += f" ({points} point{'s' * (points > 1)})"
         values = set[Any]()
@@ -373,19 +298,17 @@ def _chart(
         if len(values) == 1:
             value = values.pop()
             margin = 0.1 * abs(value or 10)
-            y_axis["range"] = [value - margin, value + margin]
+            layout["yaxis"]["range"] = [value - margin, value + margin]
 
-    # Give each kind of event a row below the curves.
-    if marks:
-        kinds = len({mark["y"][0] for mark in marks})
-        share = 0.07 * kinds
-        y_axis["domain"] = [share + 0.05, 1]
-        x_axis["anchor"] = "y2"
-        layout["yaxis2"] = {
-            "type": "category",
-            "domain": [0, share],
-            "showgrid": False,
-            "fixedrange": True,
-        }
-        layout["height"] += 20 * kinds
-    return {"title": title, "data": [*data, *marks], "layout": layout}
+    # The table has some of many rows.
+    head, lines = _rows(data)
+    every = max(1, math.ceil(len(lines) / _TABLE_ROWS))
+    sampled = f" (1 of every {every} rows of {len(lines):,})" if every > 1 else ""
+    return {
+        "title": title,
+        "data": data,
+        "layout": layout,
+        "head": head,
+        "lines": lines[::every],
+        "sampled": sampled,
+    }

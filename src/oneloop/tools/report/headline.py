@@ -1,68 +1,12 @@
-"""The results of runs, at the top of the report: cards of one run, a table of several."""
+"""The results of several runs, at the top of the report: a table, the best run first."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from oneloop.tools.report.charts import constant
 from oneloop.tools.run_reader import Record, differences, entries, number
 
 _KEYS = 8  # differing keys in the table of several runs, at most
-
-
-def headline(run: Record) -> str:
-    """Return in a sentence how a run ended, on which device, and which weights were evaluated."""
-    summary = run.summary
-    reason = summary.get("exit_reason")
-    if not reason:
-        reason = "not begun" if run.last is None else f"at step {run.last:,}"
-    final = entries(summary.get("final"))
-    if final and not summary.get("exit_code"):
-        raw = " raw" if len(run.weights()) > 1 else ""
-        of = f"{final.get('weights')}{raw} weights, of step {final.get('step')}"
-        device = f", on {run.environment['device']}" if "device" in run.environment else ""
-        reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
-    return str(reason)
-
-
-def trained(run: Record) -> str:
-    """Return in one sentence what a run trained, as far as its recipe is there."""
-    task = entries(run.recipe.get("task"))
-    if not task.get("name"):
-        return ""
-    words = [f"task {task['name']}"]
-    for key in ("model", "data"):
-        if isinstance(task.get(key), str):
-            words.append(f"{key} {task[key]}")
-    words.append(f"duration {run.recipe.get('duration')}")
-    for group, key in (("batch", "size"), ("optimizer", "name"), ("optimizer", "lr")):
-        value = entries(run.recipe.get(group)).get(key)
-        if value is not None:
-            words.append(f"{group}.{key} {value}")
-    return ", ".join(words)
-
-
-def cards(run: Record) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each number of a run."""
-    # Begin with the metric by which the run was judged.
-    summary = run.summary
-    best = entries(summary.get("best"))
-    if best.get("value") is not None:
-        metric = str(best.get("metric")).replace("/", " ")
-        if len(run.weights()) > 1:
-            metric += " (raw)"
-        yield f"best {metric}, at step {best.get('step')}", short(best["value"])
-    for name, value in summary.items():
-        if ("eval/" in name or "test/" in name) and isinstance(value, float):
-            yield name.replace("/", " ").replace("_", " "), short(value)
-    for name in ("step", "samples", "tokens"):
-        if name in summary:
-            yield name, f"{number(summary[name]):,.0f}"
-    if "seconds" in summary:
-        yield "time", f"{number(summary['seconds']):,.0f} s"
-    rate = constant(run, "train/lr")
-    if rate is not None:
-        yield "learning rate", short(rate)
 
 
 class Ranking(NamedTuple):
@@ -122,38 +66,49 @@ def best(run: Record, metric: str, larger_is_better: bool) -> float:
     return max(values) if larger_is_better else min(values)
 
 
-def comparison(ranking: Ranking) -> tuple[list[str], list[list[Any]]]:
-    """Return head and rows of the table of several runs."""
+def comparison(ranking: Ranking) -> dict[str, Any]:
+    """Return what the page shows of several runs: a table, and the keys that differ."""
     metric, upward, runs = ranking
-    changed = {key: values for key, *values in differences(runs)}
-    shown = list(changed)[:_KEYS]
-    every = dict.fromkeys(name for run in runs for name in run.metrics())
+    changed = differences(runs)
+    shown = changed[:_KEYS]
+    every = dict.fromkeys(name for run in runs for name in run.curves)
     names = [name for name in every if name.startswith(("eval/", "test/"))]
-    head = ["run", *([f"best {metric}"] if metric else []), *shown]
+    title = "Runs"
+    head = ["run"]
+    if metric:
+        which = "largest" if upward else "smallest"
+        title = f"Runs, the best one first: by the {which} {metric}"
+        head.append(f"best {metric}")
+    head += [key for key, *_ in shown]
     head += [*names, "step", "seconds", "end"]
 
     rows = []
-    for index, run in enumerate(runs):
+    for index, run in enumerate(runs, 1):
         row: list[Any] = [run.name]
         if metric:
-            row.append(_or_dash(best(run, metric, upward)))
-        row += [changed[key][index] for key in shown]
+            row.append(best(run, metric, upward))
+        row += [values[index] for values in shown]
         for name in names:
             values = run.curve(name, "raw")[1]
-            row.append(_or_dash(values[-1] if values else math.nan))
+            row.append(values[-1] if values else math.nan)
         step = "–" if run.last is None else f"{run.last:,}"
-        seconds = _or_dash(number(run.summary.get("seconds")))
+        seconds = number(run.summary.get("seconds"))
         end = run.summary.get("exit_reason") or "not yet"
         rows.append([*row, step, seconds, end])
-    return head, rows
-
-
-def _or_dash(value: float) -> Any:
-    return "–" if math.isnan(value) else value
+    return {
+        "title": title,
+        "ranked": bool(metric),
+        "head": head,
+        "rows": rows,
+        "changed_head": ["key", *(run.name for run in runs)],
+        "changed": changed,
+    }
 
 
 def short(value: Any) -> str:
-    """Return a text for a cell: a float has four digits."""
+    """Return a text for a cell: a float has four digits, and NaN is a dash."""
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return "–"
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"

@@ -1,10 +1,12 @@
 """The matrices of the report: confusion matrices and others that the metrics of a task compute."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from oneloop.tools.run_reader import Record, number
+import numpy as np
+from markupsafe import escape
+
+from oneloop.tools.run_reader import Record
 
 Matrix = dict[str, Any]
 """``rows`` and ``columns``, the names, and ``counts``, a list of numbers for each row"""
@@ -35,25 +37,15 @@ def classes_of(run: Record) -> list[str]:
 
 def _checked(table: Any) -> Matrix | None:
     """Return a matrix of texts and finite numbers, or None if the content is invalid."""
-    if not isinstance(table, dict):
+    try:
+        rows, columns = (list(map(str, table[key])) for key in ("rows", "columns"))
+        counts = np.array(table["counts"])
+    except (TypeError, ValueError, LookupError):
         return None
-    names, columns, counts = (_list(table.get(key)) for key in ("rows", "columns", "counts"))
-    if not names or not columns or len(counts) != len(names):
+    is_numeric = counts.dtype.kind in "if" and np.isfinite(counts).all()
+    if not is_numeric or not counts.size or counts.shape != (len(rows), len(columns)):
         return None
-
-    rows = []
-    for row in counts:
-        if not isinstance(row, list) or len(row) != len(columns):
-            return None
-        numbers = list(map(number, row))
-        if not all(map(math.isfinite, numbers)):
-            return None
-        rows.append([int(one) if one.is_integer() else one for one in numbers])
-    return {"rows": list(map(str, names)), "columns": list(map(str, columns)), "counts": rows}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return {"rows": rows, "columns": columns, "counts": counts.tolist()}
 
 
 def heat_map(name: str, table: Matrix) -> tuple[str, dict[str, Any], tuple[str, str]]:
@@ -65,34 +57,19 @@ def heat_map(name: str, table: Matrix) -> tuple[str, dict[str, Any], tuple[str, 
         name: name of the metric.
         table: the matrix.
     """
-    counts = table["counts"]
-    shares = []
-    for row in counts:
-        total = sum(row)
-        shares.append([count / total if total else 0 for count in row])
+    counts = np.array(table["counts"])
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = counts / np.where(totals, totals, 1)
 
-    # Shade a cell by its share; show its count.
+    # Shade a cell by its share; show its count. plotly interprets HTML in names.
     trace = {
-        "type": "heatmap",
-        "x": table["columns"],
-        "y": table["rows"],
-        "z": shares,
-        "customdata": counts,
-        "name": "samples",
-        "zmin": 0,
-        "zmax": 1,
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": [
-            [0, "rgba(47,111,222,0.0)"],
-            [0.02, "rgba(47,111,222,0.15)"],
-            [1, "rgba(47,111,222,0.55)"],
-        ],
-        "hovertemplate": "true %{y}, predicted %{x}: %{customdata}<extra></extra>",
+        "x": list(map(escape, table["columns"])),
+        "y": list(map(escape, table["rows"])),
+        "z": shares.tolist(),
+        "customdata": table["counts"],
     }
     if max(len(table["rows"]), len(table["columns"])) <= 20:
-        trace["text"] = [[_text(count) for count in row] for row in counts]
+        trace["text"] = [list(map(_text, row)) for row in table["counts"]]
         trace["texttemplate"] = "%{text}"
 
     # Say what rows and columns are.
@@ -118,24 +95,23 @@ def of_classes(table: Matrix) -> list[tuple[str, float, str, str, str]]:
     Args:
         table: the matrix, whose rows are the true classes.
     """
-    counts = table["counts"]
-    found = []
+    counts = np.array(table["counts"])
+    if table["columns"] == _OF_LABELS:
+        _, wrong, missed, right = counts.T
+    elif table["columns"] == table["rows"]:
+        right = counts.diagonal()
+        missed = counts.sum(axis=1) - right
+        wrong = counts.sum(axis=0) - right
+    else:
+        return []
+    lines = []
     for index, name in enumerate(table["rows"]):
-        if table["columns"] == _OF_LABELS:
-            _, wrong, missed, right = counts[index]
-            there = right + missed
-            shown = right + wrong
-        elif table["columns"] == table["rows"]:
-            right = counts[index][index]
-            there = sum(counts[index])
-            shown = sum(row[index] for row in counts)
-        else:
-            return []
-        precision = _share(right, shown)
-        recall = _share(right, there)
-        f1 = _share(2 * right, shown + there)
-        found.append((name, there, precision, recall, f1))
-    return found
+        hits = right[index]
+        samples = hits + missed[index]
+        predicted = hits + wrong[index]
+        f1 = _share(2 * hits, samples + predicted)
+        lines.append((name, samples, _share(hits, predicted), _share(hits, samples), f1))
+    return lines
 
 
 def _share(part: float, whole: float) -> str:

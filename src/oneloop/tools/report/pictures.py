@@ -3,6 +3,7 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,16 @@ def log_samples(tracker: Any, examples: Mapping[str, Any]) -> None:
             that have tables.
         examples: the content of examples.json.
     """
+    from jinja2 import Environment, FileSystemLoader
+
+    # The texts are Markdown, with the samples' own texts as blocks of code.
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    markdown: Any = environment.get_template("samples.md").module
+
     # Names of EMA weights begin with the name of the EMA, as those of metrics do.
     step = examples["step"]
     weights = examples["weights"]
@@ -77,11 +88,12 @@ def log_samples(tracker: Any, examples: Mapping[str, Any]) -> None:
     texts = {}
     sheets: dict[str, list[str]] = {}
     for name, matrix in examples["matrices"].items():
-        texts[f"{head}/{name}"] = _as_table(matrix)
+        rows = zip(matrix["rows"], matrix["counts"], strict=True)
+        texts[f"{head}/{name}"] = markdown.matrix(matrix["columns"], rows)
     for name, worst in (("fixed", False), ("worst", True)):
         samples = [sample for sample in examples["samples"] if sample["worst"] == worst]
         if samples:
-            texts[f"{head}/{name}"] = "\n\n".join(map(_as_markdown, samples))
+            texts[f"{head}/{name}"] = "\n\n".join(map(markdown.sample, samples))
 
         # Collect all images, and all masks.
         for sample in samples:
@@ -96,13 +108,8 @@ def log_samples(tracker: Any, examples: Mapping[str, Any]) -> None:
     if tracker.name == "tensorboard":
         tracker.log(texts, step=step)
     elif hasattr(tracker, "log_table"):
-        rows = [[name, text] for name, text in texts.items()]
-        tracker.log_table(
-            "examples",
-            columns=["which", "text"],
-            data=rows,
-            step=step,
-        )
+        lines = list(map(list, texts.items()))
+        tracker.log_table("examples", columns=["which", "text"], data=lines, step=step)
 
 
 def _sheet(urls: Sequence[str]) -> NDArray[np.uint8]:
@@ -118,33 +125,3 @@ def _sheet(urls: Sequence[str]) -> NDArray[np.uint8]:
     for place, picture in zip(sheet, pictures, strict=True):
         place[: len(picture), : len(picture[0])] = picture
     return sheet
-
-
-def _as_markdown(sample: Mapping[str, Any]) -> str:
-    """Return a sample as Markdown: its label, prediction and loss, and its text."""
-    words = [f"**sample {sample['index']}**"]
-    for name, title in (("target", "label"), ("prediction", "prediction")):
-        if name in sample:
-            words.append(f"{title} {sample[name]}")
-    if sample["loss"] is not None:
-        words.append(f"loss {sample['loss']:.3g}")
-    pieces = [piece for piece, _ in sample.get("tokens", ())]
-    text = sample.get("text") or "".join(pieces)
-    if "continuation" in sample:
-        words.append("generated text after the arrow")
-        text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
-
-    # The text is a code block.
-    lines = [", ".join(words), ""]
-    lines += [f"    {line}" for line in text.splitlines()]
-    return "\n".join(lines)
-
-
-def _as_table(matrix: Mapping[str, Any]) -> str:
-    """Return a matrix as a table in Markdown."""
-    rows = [["", *matrix["columns"]]]
-    rows.append(["---"] * len(rows[0]))
-    for name, counts in zip(matrix["rows"], matrix["counts"], strict=True):
-        rows.append([name, *map(str, counts)])
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join(lines)

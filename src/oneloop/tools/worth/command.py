@@ -12,8 +12,7 @@ def worth(words: Sequence[str]) -> int:
 
     Trains short real runs with each technique and without it, alone and on top of the others
     (fused, bf16, workers, pinned, channels_last, accumulation, recompute, ema, clip, logging,
-    compile, fp16), on one process. Prints a table, and writes worth.json and worth.html. No weights
-    are kept.
+    compile, fp16), on one process. Prints a table, and writes worth.json. No weights are kept.
     """
     options = Options(
         "worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]"

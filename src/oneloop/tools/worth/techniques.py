@@ -1,7 +1,6 @@
 """Common techniques for fast training, each with the recipe keys that switch it on and off."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
@@ -125,15 +124,6 @@ TECHNIQUES = (
 )
 
 KNOWN = {technique.name: technique for technique in TECHNIQUES}
-
-
-def as_arguments(keys: Mapping[str, Any]) -> list[str]:
-    """Return keys as command-line arguments: ``--batch.micro 16``."""
-    arguments = []
-    for key, value in keys.items():
-        if key != PRECISION:
-            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-    return arguments
 
 
 def named(names: Sequence[str]) -> list[Technique]:

@@ -1,37 +1,42 @@
 """``oneloop worth``: measure what each technique gains on this recipe and machine."""
 
+import json
 import platform
 import random
-import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
+from math import isnan, nan
 from pathlib import Path
-from typing import Any
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, reject_run_folder, replacing, writing
 from oneloop.recipe.parse import read
-from oneloop.recipe.schema import Recipe
-from oneloop.tools.worth.short_run import Measured, Runner
+from oneloop.tools.prove.short_run import Forked, RunFailed, train_briefly
 from oneloop.tools.worth.techniques import (
     DEFAULT,
     KNOWN,
+    PRECISION,
     TECHNIQUES,
     Keys,
     Machine,
-    Technique,
     named,
 )
-from oneloop.tools.worth.worth_table import as_page, as_table, sentences
+
+_SAME_STEPS = 8  # steps before weights are compared; rounding is still small
+_ROUNDING = 1e-5
+_WARM_UP = 4  # first steps that are not timed
 
 
 def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
-    """Measure a recipe, print a table, and write worth.json and worth.html. Raise BadInput.
+    """Measure a recipe, print a table, and write worth.json. Raise BadInput.
 
     Args:
         words: Recipe and keys.
@@ -53,29 +58,65 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     results = measured(words, **how)
     with writing(f"--to {folder}", "make room, or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        texts = {"worth.json": dumps(results, indent=1) + "\n", "worth.html": as_page(results)}
-        for file, text in texts.items():
-            with replacing(folder / file) as draft:
-                draft.write_text(text, encoding="utf-8")
+        with replacing(folder / "worth.json") as draft:
+            draft.write_text(dumps(results, indent=1) + "\n", encoding="utf-8")
 
     # Print the table, and what it means.
     console = Console()
-    console.print(as_table(results))
+    console.print(table(results))
     for line in [*sentences(results), f"results in {folder}"]:
         console.print(line, highlight=False, soft_wrap=True)
     return 0
 
 
-_SAME_STEPS = 8  # steps before weights are compared; rounding is still small
-_ROUNDING = 1e-5
-_WARM_UP = 4
+class TimedRun(NamedTuple):
+    """Result of a short run."""
+
+    rate: float = nan  # samples per second, after the warm-up steps
+    # peak memory of the process in MiB: of the device, or of the host if there is no device
+    peak: float = nan
+    fault: str = ""  # why there is no result; empty: it succeeded
 
 
-@dataclass(frozen=True)
-class _Trial:
-    technique: Technique
-    on: Keys
-    off: Keys
+class Runner:
+    """Makes short runs of a recipe, one at a time.
+
+    Args:
+        recipe: Recipe and keys.
+        timeout: Seconds after which a run counts as hung.
+    """
+
+    def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
+        self._recipe = recipe
+        self._start = Forked(timeout)
+        self.machine: Machine | None = None  # of the last run that was timed
+
+    def _run(self, folder: Path, keys: Keys, record: str) -> None:
+        others = dict(keys)
+        words = ["--mixed_precision", others.pop(PRECISION, "no"), record, *self._recipe]
+        train_briefly(self._start, folder, words, others)
+
+    def weights(self, keys: Keys) -> Tensor:
+        """Return all weights after 8 steps. Raise BadInput, RunFailed."""
+        with TemporaryDirectory(prefix="oneloop-") as scratch:
+            folder = Path(scratch) / "short"
+            self._run(folder, keys, f"tensors:{_SAME_STEPS}")
+            _, tensors = torch.load(folder / f"step-{_SAME_STEPS}.pt", map_location="cpu")
+        return torch.cat([tensor.double().flatten() for tensor in tensors.values()])
+
+    def __call__(self, keys: Keys, *, steps: int) -> TimedRun:
+        """Time some steps. ``keys``: of the recipe; with them, the precision."""
+        with TemporaryDirectory(prefix="oneloop-") as scratch:
+            folder = Path(scratch) / "short"
+            try:
+                self._run(folder, keys, f"times:{steps}")
+            except (RunFailed, BadInput) as error:
+                return TimedRun(fault=_in_one_line(error))
+            measures = json.loads((folder / "measures.json").read_text())
+        self.machine = Machine(**measures["machine"])
+        times = measures["times"][_WARM_UP:]
+        rate = measures["batch"] * (len(times) - 1) / (times[-1] - times[0])
+        return TimedRun(rate, measures["peak"])
 
 
 def measured(
@@ -103,26 +144,75 @@ def measured(
     recipe = read(words)
     chosen = named(only)
 
-    # Choose what can be tried on this machine.
+    # Run the recipe, to find the number of steps that take about ``seconds``.
     runner = Runner(words, timeout=timeout)
-    steps, machine = _steps_and_machine(runner, seconds, recipe.batch.size)
-    tried, rejected = _select(recipe, machine, chosen)
+    outcome = runner({}, steps=_WARM_UP + 6)
+    machine = runner.machine
+    if machine is None:
+        raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")
+    steps = round(seconds * outcome.rate / recipe.batch.size)
+    steps = _WARM_UP + 1 + max(6, min(400, steps))
+
+    # Choose what can be tried on this machine.
+    on: dict[str, Keys] = {}  # by the name of the technique
+    off: dict[str, Keys] = {}
+    faults: dict[str, str] = {}
+    for technique in chosen or TECHNIQUES:
+        keys = technique.keys(recipe, machine)
+        if isinstance(keys, tuple) and (chosen or len(on) < DEFAULT):
+            on[technique.name], off[technique.name] = keys
+        elif chosen:
+            faults[technique.name] = f"does not work with this recipe: {keys}"
     base: Keys = {}
-    for trial in tried:
-        base |= trial.off
-    say(f"{recipe.name}: {len(tried)} techniques, {steps} steps per run, {rounds} rounds")
+    for plain_keys in off.values():
+        base |= plain_keys
+    say(f"{recipe.name}: {len(on)} techniques, {steps} steps per run, {rounds} rounds")
 
     # Compare the weights first: what fails here is not timed.
-    same, faults = _compare_weights(runner, base, tried)
-    failed = []
-    for name, why in rejected.items():
-        failed.append(_failed(KNOWN[name], f"does not work with this recipe: {why}"))
-    for name, fault in faults.items():
-        failed.append(_failed(KNOWN[name], f"failed: {fault}"))
-    tried = [trial for trial in tried if trial.technique.name not in faults]
+    try:
+        plain = runner.weights(base)
+    except (RunFailed, BadInput) as error:
+        raise BadInput(
+            f"the recipe does not train without any technique: {_in_one_line(error)}"
+        ) from None
+    same: dict[str, str] = {}
+    for name in on:
+        try:
+            same[name] = _difference(runner.weights({**base, **on[name]}), plain)
+        except (RunFailed, BadInput) as error:
+            faults[name] = f"failed: {_in_one_line(error)}"
 
-    # Time what works.
-    runs = _run_rounds(runner, base, tried, steps=steps, rounds=rounds, say=say)
+    # List the variants of what works.
+    full = dict(base)
+    for name in same:
+        full |= on[name]
+    variants = {"none": base, "none again": base, "all": full}
+    for name in same:
+        variants[f"+{name}"] = {**base, **on[name]}
+        variants[f"-{name}"] = {**full, **off[name]}
+
+    # Time them. Shuffle each round, so that a drift of the machine's speed is in no variant alone.
+    runs: dict[str, list[TimedRun]] = {name: [] for name in variants}
+    order = list(variants)
+    for number in range(rounds):
+        random.Random(number).shuffle(order)
+        for name in order:
+            runs[name].append(runner(variants[name], steps=steps))
+        say(f"round {number + 1} of {rounds} done")
+
+    # Describe each technique.
+    rows = []
+    for name, result in same.items():
+        alone = runs[f"+{name}"]
+        without = runs[f"-{name}"]
+        row = {"name": name, "about": KNOWN[name].about, "on": on[name], "off": off[name]}
+        row["result"] = result
+        row["alone"] = compare(alone, runs["none"])
+        row["on top"] = compare(runs["all"], without)
+        row["fault"] = list_faults([*alone, *without])
+        rows.append(row)
+    for name, fault in faults.items():
+        rows.append({"name": name, "about": KNOWN[name].about, "fault": fault})
     none = runs["none"]
     return {
         "recipe": recipe.name,
@@ -137,136 +227,94 @@ def measured(
         },
         "steps": steps,
         "rounds": rounds,
-        "none": {
-            **_summary([outcome.rate for outcome in none if not outcome.fault]),
-            "peak": _peak(none),
-        },
+        "none": {**_summary([run.rate for run in none]), "peak": _peak(none)},
         "all": {
-            **_ratios(runs["all"], none),
+            **compare(runs["all"], none),
             "peak": _peak(runs["all"]),
-            "fault": _faults(runs["all"]),
+            "fault": list_faults(runs["all"]),
         },
-        "control": _ratios(runs["none again"], none),
-        "techniques": [_row(trial, runs, same[trial.technique.name]) for trial in tried] + failed,
+        "control": compare(runs["none again"], none),
+        "techniques": rows,
     }
 
 
-def _failed(technique: Technique, why: str) -> dict[str, Any]:
-    return {"name": technique.name, "about": technique.about, "fault": why}
+def _in_one_line(error: Exception) -> str:
+    """Return the first line, which has the exit code, and the last one of the run's output."""
+    lines = str(error).splitlines()
+    return " … ".join(dict.fromkeys([lines[0], lines[-1]]))
 
 
-def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
-    """Run the recipe; return the number of steps that take about ``seconds``, and the machine."""
-    outcome = runner({}, steps=_WARM_UP + 6, warm=_WARM_UP)
-    if outcome.fault or outcome.machine is None:
-        raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")
-    steps = _WARM_UP + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
-    return steps, outcome.machine
-
-
-def _select(
-    recipe: Recipe, machine: Machine, chosen: Sequence[Technique]
-) -> tuple[list[_Trial], dict[str, str]]:
-    tried: list[_Trial] = []
-    rejected: dict[str, str] = {}
-    for technique in chosen or TECHNIQUES:
-        keys = technique.keys(recipe, machine)
-        if isinstance(keys, str):
-            rejected[technique.name] = keys
-        elif chosen or len(tried) < DEFAULT:
-            tried.append(_Trial(technique, *keys))
-    return tried, rejected if chosen else {}
-
-
-def _compare_weights(
-    runner: Runner, base: Keys, tried: Sequence[_Trial]
-) -> tuple[dict[str, str], dict[str, str]]:
-    plain = runner(base, steps=_SAME_STEPS, warm=0, weights=True)
-    if plain.fault or plain.weights is None:
-        raise BadInput(f"the recipe does not train without any technique: {plain.fault}")
-    same, faults = {}, {}
-    for trial in tried:
-        outcome = runner({**base, **trial.on}, steps=_SAME_STEPS, warm=0, weights=True)
-        if outcome.fault or outcome.weights is None:
-            faults[trial.technique.name] = outcome.fault
-        else:
-            same[trial.technique.name] = _difference(outcome.weights, plain.weights)
-    return same, faults
-
-
-def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
-    if all(torch.equal(weights[name], others[name]) for name in others):
+def _difference(weights: Tensor, others: Tensor) -> str:
+    if torch.equal(weights, others):
         return "bit-identical"
-    apart = sum(
-        float((weights[name].double() - other.double()).square().sum())
-        for name, other in others.items()
-    )
-    size = sum(float(other.double().square().sum()) for other in others.values())
-    distance = (apart / size) ** 0.5
+    distance = float((weights - others).norm() / others.norm())
     words = "equal up to rounding" if distance <= _ROUNDING else "different"
     return f"{words} ({distance:.1e})"
 
 
-def _run_rounds(
-    runner: Runner,
-    base: Keys,
-    tried: Sequence[_Trial],
-    *,
-    steps: int,
-    rounds: int,
-    say: Callable[[str], object],
-) -> dict[str, list[Measured]]:
-    """Return the outcomes by configuration, one list entry per round."""
-    full = dict(base)
-    for trial in tried:
-        full |= trial.on
-    configurations: dict[str, Keys] = {"none": base, "none again": base, "all": full}
-    for trial in tried:
-        configurations[f"+{trial.technique.name}"] = {**base, **trial.on}
-        configurations[f"-{trial.technique.name}"] = {**full, **trial.off}
-    order = list(configurations)
-
-    # Shuffle each round, so that a drift of the machine's speed is in no variant alone.
-    outcomes: dict[str, list[Measured]] = {name: [] for name in configurations}
-    for number in range(rounds):
-        random.Random(number).shuffle(order)
-        for name in order:
-            outcomes[name].append(runner(configurations[name], steps=steps, warm=_WARM_UP))
-        say(f"round {number + 1} of {rounds} done")
-    return outcomes
-
-
-def _row(trial: _Trial, runs: Mapping[str, list[Measured]], same: str) -> dict[str, Any]:
-    name = trial.technique.name
-    alone = runs[f"+{name}"]
-    without = runs[f"-{name}"]
-    return {
-        "name": name,
-        "about": trial.technique.about,
-        "on": trial.on,
-        "off": trial.off,
-        "result": same,
-        "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
-        "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
-        "fault": _faults([*alone, *without]),
-    }
-
-
-def _ratios(runs: Sequence[Measured], others: Sequence[Measured]) -> dict[str, float]:
+def compare(runs: Sequence[TimedRun], others: Sequence[TimedRun]) -> dict[str, float]:
+    """Return the ratios of throughput, and the change of peak memory."""
     pairs = zip(runs, others, strict=True)
-    return _summary([a.rate / b.rate for a, b in pairs if not a.fault and not b.fault])
+    ratios = _summary([one.rate / other.rate for one, other in pairs])
+    return ratios | {"memory": _peak(runs) - _peak(others)}
 
 
 def _summary(values: Sequence[float]) -> dict[str, float]:
-    nan = float("nan")
-    if not values:
-        return {"median": nan, "min": nan, "max": nan}
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Return median, minimum and maximum of the runs that did not fail."""
+    values = [value for value in values if not isnan(value)] or [nan]
+    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _peak(runs: Sequence[Measured]) -> float:
-    return _summary([outcome.peak for outcome in runs if not outcome.fault])["median"]
+def _peak(runs: Sequence[TimedRun]) -> float:
+    return _summary([outcome.peak for outcome in runs])["median"]
 
 
-def _faults(runs: Sequence[Measured]) -> str:
+def list_faults(runs: Sequence[TimedRun]) -> str:
+    """Return why some of the runs failed; empty: none did."""
     return "; ".join(sorted({outcome.fault for outcome in runs if outcome.fault}))
+
+
+def table(results: Mapping[str, Any]) -> Table:
+    """Return the results of :func:`measured` as a terminal table."""
+    shown = Table(show_edge=False, pad_edge=False)
+    spread = "spread"
+    for column in ("technique", "alone", spread, "on top of the others", spread, "memory"):
+        shown.add_column(column)
+    shown.add_column(f"weights after {_SAME_STEPS} steps")
+    for row in results["techniques"]:
+        cells = [""] * 5
+        text = row["fault"]
+        if "alone" in row:
+            alone = row["alone"]
+            cells = [*_cells(alone), *_cells(row["on top"]), f"{alone['memory']:+,.0f} MiB"]
+            text = "; ".join(filter(None, [row["result"], text]))
+        shown.add_row(row["name"], *cells, text)
+    return shown
+
+
+def _cells(metric: Mapping[str, float]) -> tuple[str, str]:
+    """Return the median and the spread of a ratio as text."""
+    if isnan(metric["median"]):
+        return "n/a", ""
+    return f"{metric['median']:.2f}x", f"{metric['min']:.2f} to {metric['max']:.2f}"
+
+
+def sentences(results: Mapping[str, Any]) -> list[str]:
+    """Return the lines below the table: the baseline, all techniques together, and the control."""
+    none = results["none"]
+    full = results["all"]
+    ratio, spread = _cells(full)
+    failed = f"; of these runs some failed: {full['fault']}" if full["fault"] else ""
+    noise, noise_spread = _cells(results["control"])
+    return [
+        (
+            f"without any of them: {none['median']:,.0f} samples/s ({none['min']:,.0f} to "
+            f"{none['max']:,.0f}), peak {none['peak']:,.0f} MiB; {results['steps']} steps a run, "
+            f"{results['rounds']} rounds"
+        ),
+        f"with all of them: {ratio} ({spread}), peak {full['peak']:,.0f} MiB{failed}",
+        (
+            f"control (two runs without techniques): {noise} ({noise_spread}); smaller gains are "
+            "noise"
+        ),
+    ]

@@ -1,5 +1,6 @@
 """Remote files in a bucket of S3 or of Google Cloud Storage, by fsspec."""
 
+import random
 from typing import Any
 
 from oneloop.basics.bucket import store_errors
@@ -99,6 +100,10 @@ class GsStore(_BucketStore):
     """Files in a bucket of Google Cloud Storage. No test reads from one."""
 
     def __init__(self, address: Address) -> None:
+        import gcsfs.retry  # type: ignore[import-untyped]
+
+        # It draws its waits from Python's global generator, which the samples of tasks may use.
+        gcsfs.retry.random = random.Random()
         super().__init__(address, "generation")
 
     def _range(self, item: RemoteObject, start: int, end: int) -> bytes:

@@ -8,7 +8,7 @@ from oneloop.basics.bucket import StoreError, ends_program, is_address
 from oneloop.basics.seeds import restored_generators
 from oneloop.tasks.rows.find_files import KINDS, Found, chosen, split_of
 from oneloop.tasks.rows.remote.addresses import address_of
-from oneloop.tasks.rows.remote.footers import footers
+from oneloop.tasks.rows.remote.footers import opened_files
 from oneloop.tasks.rows.remote.open_store import open_store
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
@@ -117,10 +117,7 @@ def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
     if files.kind != "parquet":
         raise ValueError(f"{address!r} holds {files.kind} files; {_conversion(files.kind)}")
     items = [objects[name] for name in files.files]
-    opened = {}
-    for item, footer in zip(items, footers(store, items), strict=True):
-        file = RemoteFile(address, item, store.where(item), footer)
-        opened[PurePosixPath(item.name)] = file
+    opened = dict(zip(files.files, opened_files(store, items), strict=True))
     return RemoteFound(root, "parquet", files.parts, files.notes, address, opened=opened)
 
 

@@ -1,6 +1,7 @@
 """Which row groups a rank needs next: computed from the order of samples, without any reading."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,7 @@ _FARTHEST = 1 << 22  # positions ahead; a rare set of a mixture is not looked fo
 class NeededGroups:
     """The row groups that one rank needs from a step on, as far as ``budget`` bytes reach.
 
-    >>> changed, removed = needed.advance(step)
+    >>> steps = needed.advance(step)
 
     Args:
         order: the order of samples of the training set.
@@ -55,34 +56,29 @@ class NeededGroups:
         # may be dropped.
         self._uses: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def advance(self, step: int) -> tuple[dict[int, int], set[int]]:
-        """Begin at a step that is not before the last one.
+    def advance(self, step: int) -> dict[int, int]:
+        """Return the step of the next use of each group that is needed, in this order.
+
+        Of a group in use, it is a step that has passed.
 
         Args:
-            step: number of the first step whose samples were not read yet, from 0 on.
-
-        Returns:
-            The groups whose next use has changed, with its step, in this order: of a group in use,
-            it is a step that has passed. And the groups that are not needed any more.
+            step: number of the first step whose samples were not read yet, from 0 on; not before
+                that of the last call.
         """
         ended = [use for use, (_, last) in self._uses.items() if last < step]
-        if self._full and not ended and step < self._seen:
-            return {}, set()
-        before = self._next_uses()
         for use in ended:
             del self._uses[use]
+        if not self._full or ended or step >= self._seen:
+            self._full = False
+            for _ in range(_BLOCKS):
+                if self.complete(step):
+                    break
+                self._look(step)
 
-        self._full = False
-        for _ in range(_BLOCKS):
-            if self.complete(step):
-                break
-            self._look(step)
-        now = self._next_uses()
-        changed = {}
-        for group, first in now.items():
-            if before.get(group) != first:
-                changed[group] = first
-        return changed, before.keys() - now.keys()
+        next_use: dict[int, int] = {}
+        for (group, _), (first, _) in self._uses.items():
+            next_use[group] = min(first, next_use.get(group, first))
+        return dict(sorted(next_use.items(), key=itemgetter(1)))
 
     def complete(self, step: int) -> bool:
         """Return whether the groups from this step on fill the budget, or are all groups."""
@@ -90,14 +86,6 @@ class NeededGroups:
         if self._full or len(known) == self._groups:
             return True
         return (self._seen - step) * self._step_size > _FARTHEST
-
-    def _next_uses(self) -> dict[int, int]:
-        """Return the step of the next use of each group, in this order."""
-        found: dict[int, int] = {}
-        for (group, _), (first, _) in self._uses.items():
-            found[group] = min(first, found.get(group, first))
-        in_order = sorted(found, key=found.__getitem__)
-        return {group: found[group] for group in in_order}
 
     def _look(self, step: int) -> None:
         """Look at the next block of steps; stop before a group that the budget does not allow."""

@@ -1,139 +1,87 @@
 """Footers of remote Parquet files: read in parallel, checked, and cached on this host."""
 
 import io
-import pickle
-import subprocess
-import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import oneloop
-from oneloop.basics.files import one_line, replacing
+from oneloop.basics.files import replacing
+from oneloop.basics.system.start_methods import start_context
 from oneloop.tasks.rows.cache import alone, key_of
-from oneloop.tasks.rows.parquet_files import footer_digest, is_wanted
+from oneloop.tasks.rows.parquet_files import footer_digest
+from oneloop.tasks.rows.remote.remote_file import RemoteFile, span_of
 from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore
 
 _MAGIC = b"PAR1"
 _TAIL = 8  # bytes after the footer: its length, and PAR1
 _FIRST_READ = 1 << 16  # bytes from the end, which hold most footers
 _MOST_BYTES = 1 << 27  # of a footer
-_REQUEST = 1 << 25  # bytes of one request
-_GAP = 0.05  # neighbouring chunks are read together if the gap is below this share of both
 _AT_ONCE = 16  # requests
 _DIGEST = 32  # bytes of the checksum before a cached footer
 
 
-@dataclass(frozen=True)
-class Footer:
-    """The checked footer of a Parquet file.
+def opened_files(store: RemoteStore, items: Sequence[RemoteObject]) -> list[RemoteFile]:
+    """Return objects with their footers, of which this host reads each version once.
 
     Args:
-        metadata: a ``pyarrow.parquet.FileMetaData``.
-        digest: the :func:`oneloop.tasks.rows.parquet_files.footer_digest`.
-    """
-
-    metadata: Any
-    digest: str
-
-    def ranges(self, group: int, columns: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the ranges of bytes (start, end) to request for columns of a row group."""
-        about = self.metadata.row_group(group)
-        chunks = [about.column(index) for index in range(about.num_columns)]
-        spans = [_span(chunk) for chunk in chunks if is_wanted(chunk.path_in_schema, columns)]
-
-        # Merge neighbours: a request costs more than a few bytes that are not used.
-        merged = list[tuple[int, int]]()
-        for start, end in sorted(spans):
-            if merged:
-                first, last = merged[-1]
-                if start - last < _GAP * (max(end, last) - first):
-                    merged[-1] = first, max(end, last)
-                    continue
-            merged.append((start, end))
-
-        requests = []
-        for start, end in merged:
-            for first in range(start, end, _REQUEST):
-                requests.append((first, min(first + _REQUEST, end)))
-        return requests
-
-
-def footers(store: RemoteStore, objects: Sequence[RemoteObject]) -> list[Footer]:
-    """Return the footers of objects, of which this host reads each version once.
+        store: the store of the objects.
+        items: the objects.
 
     Raises:
         StoreError: the store fails.
         ValueError: a footer is damaged, or does not fit its file.
     """
-
-    wheres = [store.where(item) for item in objects]
+    wheres = [store.where(item) for item in items]
     with alone(f"footers/{key_of(store.root)}") as folder, ThreadPoolExecutor(_AT_ONCE) as threads:
         folder.mkdir(exist_ok=True)
-        files = [folder / key_of(item.name, item.size, item.version) for item in objects]
+        files = [folder / key_of(item.name, item.size, item.version) for item in items]
         contents = [_cached(file) for file in files]
-        fresh = [number for number, content in enumerate(contents) if content is None]
-        fetched = threads.map(lambda number: _fetched(store, objects[number]), fresh)
-        for number, footer in zip(fresh, fetched, strict=True):
-            contents[number] = footer
+        fresh = [number for number, content in enumerate(contents) if not content]
+        fetched = threads.map(lambda number: _fetched(store, items[number]), fresh)
+        for number, content in zip(fresh, fetched, strict=True):
+            contents[number] = content
 
         # Only footers that have been checked are cached.
-        _try([(contents[number], objects[number].size, wheres[number]) for number in fresh])
+        check_apart([(contents[number], items[number].size, wheres[number]) for number in fresh])
         for number in fresh:
-            checked = contents[number] or b""
             with replacing(files[number]) as draft:
-                draft.write_bytes(footer_digest(checked).encode() + checked)
-    found = []
-    for item, content, where in zip(objects, contents, wheres, strict=True):
-        found.append(parsed(content or b"", item.size, where))
-    return found
+                draft.write_bytes(footer_digest(contents[number]).encode() + contents[number])
+
+    opened = []
+    for item, content, where in zip(items, contents, wheres, strict=True):
+        metadata = checked_footer(content, item.size, where)
+        opened.append(RemoteFile(store.address, item, where, metadata, footer_digest(content)))
+    return opened
 
 
-def _try(arguments: Sequence[Any]) -> None:
-    """Call :func:`parsed` in another process, which pyarrow may abort at a damaged footer.
+def check_apart(footers: Sequence[tuple[bytes, int, str]]) -> None:
+    """Call :func:`checked_footer` in another process, which pyarrow may abort.
 
     Args:
-        arguments: of the calls.
+        footers: the arguments of the calls.
 
     Raises:
         ValueError: a footer is damaged.
     """
-    if not arguments:
-        return
-    root = str(Path(oneloop.__file__).parents[1])
-    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import _main; _main()"
-    words = [sys.executable, "-c", code]
-    child = subprocess.run(words, input=pickle.dumps(arguments), capture_output=True)
-    # It reports each footer; the last line may be an error.
-    lines = child.stdout.decode(errors="replace").splitlines()
-    if lines and lines[-1]:
-        raise ValueError(lines[-1])
-    if child.returncode:
-        where = arguments[min(len(lines), len(arguments) - 1)][2]
-        raise ValueError(f"{where} cannot be read as parquet: its footer is damaged")
+    with ProcessPoolExecutor(1, start_context(alone=True)) as process:
+        for content, size, where in footers:
+            try:
+                process.submit(checked_footer, content, size, where).result()
+            except BrokenProcessPool as error:
+                raise ValueError(
+                    f"{where} cannot be read as parquet: its footer is damaged"
+                ) from error
 
 
-def _main() -> None:
-    """Check the footers from standard input; print an empty line for each, or what is wrong."""
-    for content, size, where in pickle.load(sys.stdin.buffer):
-        try:
-            parsed(content, size, where)
-        except ValueError as error:
-            print(one_line(error))
-            return
-        print(flush=True)
-
-
-def _cached(file: Path) -> bytes | None:
-    """Return a cached footer; None if it is missing or damaged."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return None
+def _cached(file: Path) -> bytes:
+    """Return a cached footer; empty if it is missing or damaged."""
+    if not file.exists():
+        return b""
+    content = file.read_bytes()
     checksum, footer = content[:_DIGEST], content[_DIGEST:]
-    return footer if footer_digest(footer).encode() == checksum else None
+    return footer if footer_digest(footer).encode() == checksum else b""
 
 
 def _fetched(store: RemoteStore, item: RemoteObject) -> bytes:
@@ -158,8 +106,8 @@ def _fetched(store: RemoteStore, item: RemoteObject) -> bytes:
     return end[-_TAIL - length : -_TAIL]
 
 
-def parsed(content: bytes, size: int, where: str) -> Footer:
-    """Return a footer after checking it against the size of its file.
+def checked_footer(content: bytes, size: int, where: str) -> Any:
+    """Return a footer, a ``FileMetaData``, after checking it against the size of its file.
 
     Args:
         content: the encoded metadata.
@@ -186,7 +134,7 @@ def parsed(content: bytes, size: int, where: str) -> Footer:
         raise ValueError(f"{where} cannot be read as parquet: {why}") from error
     if wrong:
         raise ValueError(f"{where}: its footer {wrong}; the file is damaged: write it again")
-    return Footer(metadata, footer_digest(content))
+    return metadata
 
 
 def _wrong(metadata: Any, end: int) -> str:
@@ -207,7 +155,7 @@ def _wrong(metadata: Any, end: int) -> str:
             which = f"row group {number}, column {chunk.path_in_schema!r}"
             if chunk.file_path:
                 return f"claims that {which} is in another file"
-            start, stop = _span(chunk)
+            start, stop = span_of(chunk)
             # A group of 0 rows has no pages, and so no offsets.
             if group.num_rows and not len(_MAGIC) <= start <= stop <= end:
                 return f"claims that {which} has the bytes {start:,} to {stop:,} of {end:,}"
@@ -220,11 +168,3 @@ def _wrong(metadata: Any, end: int) -> str:
     if rows != metadata.num_rows:
         return f"counts {metadata.num_rows:,} rows, and its row groups {rows:,}"
     return ""
-
-
-def _span(chunk: Any) -> tuple[int, int]:
-    """Return the range of bytes of a column chunk, as pyarrow reads it."""
-    start = chunk.data_page_offset
-    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
-        start = chunk.dictionary_page_offset
-    return start, start + chunk.total_compressed_size

@@ -3,69 +3,149 @@
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from oneloop.tasks.rows.parquet_files import memory_bound
-from oneloop.tasks.rows.remote.footers import Footer
+from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.parquet_files import (
+    check_size,
+    dictionary_columns,
+    is_wanted,
+    memory_bound,
+)
 from oneloop.tasks.rows.remote.open_store import open_store
-from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
-from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore
+from oneloop.tasks.rows.remote.store import OnRetry, RemoteObject, RemoteStore, ignore_retry
+
+_REQUEST = 1 << 25  # bytes of one request
+_GAP = 0.05  # neighbouring chunks are read together if the gap is below this share of both
 
 
 class RemoteFile:
     """A Parquet file in a store. It can be pickled, and used after a fork.
 
     Args:
-        address: of the store.
+        address: the address of the data set.
         item: the object.
         where: its address for messages.
-        footer: its checked footer.
+        metadata: its checked footer, a ``pyarrow.parquet.FileMetaData``.
+        digest: the :func:`oneloop.tasks.rows.parquet_files.footer_digest`.
     """
 
-    def __init__(self, address: str, item: RemoteObject, where: str, footer: Footer) -> None:
+    def __init__(
+        self, address: str, item: RemoteObject, where: str, metadata: Any, digest: str
+    ) -> None:
         self.address = address
         self.item = item
         self.name = item.name
         self.where = where
         self.size = item.size
-        self.footer = footer
-        self.digest = footer.digest
-
-    @property
-    def metadata(self) -> Any:
-        return self.footer.metadata
+        self.metadata = metadata
+        self.digest = digest
 
     @property
     def schema(self) -> Any:
         return self.metadata.schema.to_arrow_schema()
 
-    def ranges(self, group: int, columns: Sequence[str]) -> Sequence[tuple[int, int]]:
-        return self.footer.ranges(group, columns)
+    def ranges(self, group: int, columns: Sequence[str]) -> list[tuple[int, int]]:
+        """Return the ranges of bytes (start, end) to request for columns of a row group."""
+        about = self.metadata.row_group(group)
+        chunks = [about.column(index) for index in range(about.num_columns)]
+        spans = [span_of(chunk) for chunk in chunks if is_wanted(chunk.path_in_schema, columns)]
 
-    def request(self, group: int, columns: Sequence[str], *, budget: int = 0) -> GroupRequest:
-        """Return the request for columns of a row group.
+        # Merge neighbours: a request costs more than a few bytes that are not used.
+        merged = list[tuple[int, int]]()
+        for start, end in sorted(spans):
+            if merged:
+                first, last = merged[-1]
+                if start - last < _GAP * (max(end, last) - first):
+                    merged[-1] = first, max(end, last)
+                    continue
+            merged.append((start, end))
+
+        requests = []
+        for start, end in merged:
+            for first in range(start, end, _REQUEST):
+                requests.append((first, min(first + _REQUEST, end)))
+        return requests
+
+    def read(self, group: int, columns: Sequence[str], *, on_retry: OnRetry = ignore_retry) -> Any:
+        """Read columns of a row group, as a ``pyarrow.Table`` of one chunk.
 
         Args:
             group: number of the group.
             columns: names of the columns.
-            budget: bytes of all such groups that the host keeps.
-        """
-        size = memory_bound(self.metadata, group, columns)
-        return GroupRequest(self.address, self.item, group, tuple(columns), size, budget)
-
-    def read(self, group: int, columns: Sequence[str]) -> Any:
-        """Read columns of a row group in this process, without the fetcher.
+            on_retry: gets the number of failed tries of a request, and the last error.
 
         Raises:
             StoreError: the store fails.
-            ValueError: the group cannot be read.
+            ValueError: the group cannot be decoded, or takes far more memory than the footer says.
         """
         # A forked process opens its own store: its process id is another.
         store = _opened(self.address, os.getpid())
         parts = {}
         for start, end in self.ranges(group, columns):
-            parts[start] = store.read(self.item, start, end)
-        return decoded(self.request(group, columns), self.where, self.metadata, parts)
+            parts[start, end] = store.read(self.item, start, end, on_retry=on_retry)
+        return self.decoded(group, columns, parts)
+
+    def decoded(
+        self, group: int, columns: Sequence[str], parts: dict[tuple[int, int], bytes]
+    ) -> Any:
+        """Return the columns of a row group from fetched ranges."""
+        import pyarrow
+        from fsspec.spec import AbstractBufferedFile
+        from pyarrow import parquet
+
+        # A file of which only these parts are there: other reads raise ValueError.
+        parts_of_file = AbstractBufferedFile(
+            None,
+            self.name,
+            size=self.size,
+            cache_type="parts",
+            cache_options={"data": parts, "strict": True},
+        )
+        try:
+            reader = parquet.ParquetFile(
+                pyarrow.PythonFile(parts_of_file, mode="r"),
+                metadata=self.metadata,
+                read_dictionary=dictionary_columns(self.metadata),
+                pre_buffer=False,  # it would read the gaps between columns
+            )
+            table = reader.read_row_group(group, columns=list(columns), use_threads=False)
+        except (OSError, ValueError, NotImplementedError, pyarrow.ArrowException) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"{self.where}: row group {group} cannot be read: {why}") from error
+        finally:
+            # The file and its cache refer to each other, and would stay in memory.
+            parts_of_file.cache = None
+        check_size(self.where, group, table.nbytes, memory_bound(self.metadata, group, columns))
+        # An IPC file has one dictionary for each column.
+        return table.unify_dictionaries().combine_chunks()
+
+    def group(self, number: int, columns: Sequence[str]) -> "RowGroup":
+        """Return columns of a row group, to be read later.
+
+        Args:
+            number: number of the group.
+            columns: names of the columns.
+        """
+        name = key_of(self.where, self.size, self.item.version, number)
+        return RowGroup(self, number, name, memory_bound(self.metadata, number, columns))
+
+
+class RowGroup(NamedTuple):
+    """A row group of a remote file."""
+
+    file: RemoteFile
+    number: int  # in the file
+    name: str  # of the version of the object and this group, for a cache
+    size: int  # bytes in memory at most, by the footer
+
+
+def span_of(chunk: Any) -> tuple[int, int]:
+    """Return the range of bytes of a column chunk, as pyarrow reads it."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < start:
+        start = chunk.dictionary_page_offset
+    return start, start + chunk.total_compressed_size
 
 
 # One store of each address, of this process.

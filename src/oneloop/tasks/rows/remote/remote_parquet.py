@@ -1,4 +1,4 @@
-"""Rows of remote Parquet files, which the fetcher of this host reads ahead."""
+"""Rows of remote Parquet files, which are read ahead, once per host."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,10 +10,10 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered
 from oneloop.tasks.rows.network_traffic import Traffic
 from oneloop.tasks.rows.parquet import MEGABYTE, Parquet
-from oneloop.tasks.rows.remote.fetch_client import AnnouncedPlan, FetchClient
+from oneloop.tasks.rows.remote.fetch_ahead import FetchAhead
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
-from oneloop.tasks.rows.remote.range_file import GroupRequest
-from oneloop.tasks.rows.remote.remote_file import RemoteFile
+from oneloop.tasks.rows.remote.remote_file import RemoteFile, RowGroup
+from oneloop.tasks.rows.remote.row_group_cache import RowGroupCache
 
 
 class RemoteParquet(Parquet):
@@ -44,12 +44,14 @@ class RemoteParquet(Parquet):
         part: str = "",
     ) -> None:
         super().__init__(files, root, columns, window=window, content=content, part=part)
-        self._client = FetchClient()
+        # Two windows, since one follows the other.
+        self._budget = 2 * window * MEGABYTE
+        self._cache = RowGroupCache(str(root), self.columns, self._budget)
 
     def announce(
         self, order: Ordered, layout: BatchLayout, *, rank: int, start: int, first: int = 0
-    ) -> list[AnnouncedPlan]:
-        """Let the fetcher know which row groups a rank will need.
+    ) -> list[FetchAhead]:
+        """Fetch ahead which row groups a rank will need.
 
         Args:
             order: the order of samples.
@@ -71,11 +73,11 @@ class RemoteParquet(Parquet):
             sizes=self.memory_bounds(),
             budget=self._budget,
         )
-        return [AnnouncedPlan(self._client, needed, self._request)]
+        return [FetchAhead(self._cache, needed, self._group)]
 
     def waits(self) -> str:
         """Return what processes of this run wait for, and why; empty if they do not wait long."""
-        return self._client.waits()
+        return self._cache.waits()
 
     @property
     def traffic(self) -> Traffic:
@@ -88,29 +90,23 @@ class RemoteParquet(Parquet):
         size = int(self.stored_bytes()[groups].sum())
         return Traffic(size / len(self), requests / len(self))
 
-    @property
-    def _budget(self) -> int:
-        """Bytes of the groups that the host keeps: two windows, since one follows the other."""
-        return 2 * self.window * MEGABYTE
-
-    def _request(self, group: int) -> GroupRequest:
-        """Return the request for a row group."""
+    def _group(self, group: int) -> RowGroup:
         file, number = self.file_of(group)
-        request: GroupRequest = file.request(number, self.columns, budget=self._budget)
-        return request
+        made: RowGroup = file.group(number, self.columns)
+        return made
 
     def _table(self, group: int) -> dict[str, Any]:
-        # What the fetcher has dropped takes its place on the disk until it is dropped here, too.
+        # A file that was dropped takes its place on the disk until it is dropped here, too.
         self._drop_inherited()
         if group not in self._tables:
             for held in [*self._tables]:
-                if not self._client.keeps(self._request(held)):
+                if not self._cache.keeps(self._group(held)):
                     _, dropped = self._tables.pop(held)
                     self._held -= dropped
         return super()._table(group)
 
     def _loaded(self, group: int, columns: Sequence[str]) -> Any:
-        # Some columns of all groups are read once, before a run, without the fetcher.
+        # Some columns of all groups are read once, before a run, and are not kept.
         if [*columns] != self.columns:
             return super()._loaded(group, columns)
-        return self._client.get(self._request(group))
+        return self._cache.read(self._group(group))

@@ -10,9 +10,17 @@ from oneloop.basics.bucket import StoreChangedError, StoreError
 from oneloop.tasks.rows.remote.addresses import Address, is_safe
 
 TIMEOUTS = (5, 15)  # seconds to connect, and to wait for an answer
-CONNECTIONS = 32  # at the same time; more than a fetcher has threads
+CONNECTIONS = 32  # at the same time; more than a process has threads that read
 _TRIES = 5
 _FIRST_WAIT = 0.5  # seconds before the second try; doubles with each further one
+
+
+OnRetry = Callable[[int, StoreError], None]
+"""gets the number of failed tries of a request, and the last error"""
+
+
+def ignore_retry(tries: int, error: StoreError) -> None:
+    """Do nothing when a request is tried again."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,6 @@ class RemoteStore(ABC):
         self.address = address.text
         self.root = address.root
         self.pattern = address.pattern
-        # gets the number of failed tries of a read, and the last error
-        self.on_retry: Callable[[int, StoreError], None] = lambda tries, error: None
 
     def objects(self) -> list[RemoteObject]:
         """Return what the address names, sorted by name, without hidden files.
@@ -62,13 +68,21 @@ class RemoteStore(ABC):
                 found.append(item)
         return sorted(found, key=lambda item: item.name)
 
-    def read(self, item: RemoteObject, start: int, end: int) -> bytes:
+    def read(
+        self,
+        item: RemoteObject,
+        start: int,
+        end: int,
+        *,
+        on_retry: OnRetry = ignore_retry,
+    ) -> bytes:
         """Return a range of bytes of an object; try again after temporary errors.
 
         Args:
             item: the object.
             start: first byte.
             end: after the last byte.
+            on_retry: called before each further try.
 
         Raises:
             StoreChangedError: the object has another version now.
@@ -87,7 +101,7 @@ class RemoteStore(ABC):
             except StoreError as error:
                 if not error.temporary or failed + 1 == _TRIES:
                     raise
-                self.on_retry(failed + 1, error)
+                on_retry(failed + 1, error)
             # Random waits keep many readers from retrying at the same time.
             time.sleep(_FIRST_WAIT * 2**failed * random.Random().uniform(0.5, 1.5))
         raise AssertionError

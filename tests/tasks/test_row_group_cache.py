@@ -1,11 +1,10 @@
-"""The process that fetches row groups: what it fetches, when, and how it ends."""
+"""Row groups that the processes of a host share: what is fetched, when, and what is left."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import signal
-import socket
 import threading
 import time
 from collections import Counter
@@ -13,29 +12,28 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pyarrow
 import pytest
 import torch
-from filelock import FileLock
 from pyarrow import parquet
 
+from oneloop.basics.bucket import StoreError
+from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import order_of
 from oneloop.data.step_batches import CollateWithWeight, groups
-from oneloop.tasks.rows.remote import handshake
+from oneloop.tasks.rows.remote import row_group_cache
 from oneloop.tasks.rows.remote.data_sets import remote_found
-from oneloop.tasks.rows.remote.fetch_client import connected
+from oneloop.tasks.rows.remote.remote_file import RowGroup
+from oneloop.tasks.rows.remote.row_group_cache import RowGroupCache
 from oneloop.tasks.rows.rows import Mapped
 from remote_data import counted_s3
 from worlds import run
 
 pytestmark = pytest.mark.covers(
-    "oneloop.tasks.rows.remote.fetcher",
-    "oneloop.tasks.rows.remote.fetch_client",
-    "oneloop.tasks.rows.remote.fetch_room",
-    "oneloop.tasks.rows.remote.handshake",
-    "oneloop.tasks.rows.remote.range_file",
+    "oneloop.tasks.rows.remote.fetch_ahead",
+    "oneloop.tasks.rows.remote.remote_file",
+    "oneloop.tasks.rows.remote.row_group_cache",
 )
 
 ROWS = 16  # of a group, with one step
@@ -115,14 +113,9 @@ def cached() -> int:
     return sum(sizes)
 
 
-def gone(cache: Path, seconds: float = 120.0) -> bool:
-    """Return whether the fetcher and its folder go."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if not [path for path in (cache / "row_groups").iterdir() if path.is_dir()]:
-            return True
-        time.sleep(0.1)
-    return False
+def folders(cache: Path) -> list[Path]:
+    """Return the folders of row groups in a cache."""
+    return [path for path in (cache / "row_groups").iterdir() if path.is_dir()]
 
 
 def chunks(store) -> list:
@@ -169,7 +162,7 @@ def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
     ahead = budget // (SIZE * ROWS)
     assert len(ranges) == 2 * GROUPS
     assert sum(ranges.values()) <= 2 * (1.03 * GROUPS + ahead)
-    assert gone(tmp_path)
+    assert not folders(tmp_path)
 
 
 @pytest.mark.slow
@@ -178,68 +171,9 @@ def test_a_resume_fetches_two_windows(store, tmp_path):
     store.proxy.seen.clear()
     middle = GROUPS * ROWS // 2 + 3 * BATCH
     world = run(read, 0, middle, 1, ranks=2, variables=variables(store, tmp_path))
-    assert len(world.ok()) == 2 and gone(tmp_path)
+    assert len(world.ok()) == 2 and not folders(tmp_path)
     fetched = sum(one.end - one.start for one in chunks(store))
     assert 0 < fetched < 1.1 * 2 * WINDOW * 2**20
-
-
-def test_nobody_waits_for_a_peer_that_says_nothing(tmp_path, monkeypatch):
-    """It may be a stranger at the port of a fetcher, or another program at the port of an earlier
-    one."""
-    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path))
-    monkeypatch.setattr(handshake, "SECONDS", 3)
-    run, folder = "a" * 16, tmp_path / "row_groups"
-    pointer = folder / f"{run}.json"
-    (folder / "earlier").mkdir(parents=True)
-    (folder / "earlier" / "key").write_bytes(b"key")
-
-    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(2) as threads:
-        about = {"folder": str(folder / "earlier"), "port": silent.getsockname()[1]}
-        pointer.write_text(json.dumps(about))
-        first = threads.submit(connected, run)
-
-        # While this process waits for an answer, other runs can start a fetcher.
-        with silent.accept()[0], FileLock(folder / "fetchers.lock", timeout=120):
-            pass
-        with first.result(120):
-            # A new fetcher has taken its place. Beside a stranger, it answers.
-            port = json.loads(pointer.read_text())["port"]
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(b"\0")
-                threads.submit(connected, run).result(120).close()
-    assert gone(tmp_path)
-
-
-def fetchers(cache: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        if "oneloop.tasks.rows.remote.fetcher" in words and str(cache) in words[-1]:
-            found.append(process)
-    return found
-
-
-def killed_in_a_thread(workers: int) -> str:
-    def kill() -> None:
-        while not fetchers(Path(os.environ["ONELOOP_CACHE"])):
-            time.sleep(0.05)
-        time.sleep(1.0)
-        for process in fetchers(Path(os.environ["ONELOOP_CACHE"])):
-            process.kill()
-
-    threading.Thread(target=kill, daemon=True).start()
-    try:
-        read(workers, 0, 2000, 0.02)
-    except Exception as error:
-        return f"{error} {error.__cause__}"
-    return "no error"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_fetcher_that_is_killed_ends_the_run(store, tmp_path, workers):
-    words = run(killed_in_a_thread, workers, variables=variables(store, tmp_path)).ok()[0]
-    assert "the process that fetches row groups has ended" in words
 
 
 def read_and_be_killed(workers: int) -> None:
@@ -257,11 +191,18 @@ def read_and_be_killed(workers: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_that_is_killed_leaves_no_fetcher(store, tmp_path, workers):
+def test_a_run_that_is_killed_leaves_what_the_next_one_removes(
+    store, tmp_path, monkeypatch, workers
+):
     world = run(read_and_be_killed, workers, variables=variables(store, tmp_path))
     assert world.codes == [-signal.SIGKILL]
-    assert gone(tmp_path)
-    assert not fetchers(tmp_path)
+    assert folders(tmp_path)
+    # The next run on this host removes what is left.
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path))
+    cache = RowGroupCache("s3://bucket/other", ["x"], 1)
+    assert len(folders(tmp_path)) == 1
+    del cache
+    assert not folders(tmp_path)
 
 
 def read_two(number: int) -> list[int]:
@@ -269,7 +210,7 @@ def read_two(number: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_runs_on_a_host_have_their_own_fetchers(store, tmp_path):
+def test_two_runs_on_a_host_have_their_own_groups(store, tmp_path):
     with ThreadPoolExecutor(2) as threads:
         both = list(
             threads.map(
@@ -278,4 +219,98 @@ def test_two_runs_on_a_host_have_their_own_fetchers(store, tmp_path):
             )
         )
     assert both[0] == both[1] and len(both[0]) == 40 * BATCH
-    assert gone(tmp_path)
+    assert not folders(tmp_path)
+
+
+class Group:
+    """Stands for a remote file whose only row group has some bytes."""
+
+    def __init__(self, name: str, size: int, error: Exception | None = None) -> None:
+        self.where = name
+        self.reads = 0
+        self.error = error
+        self.row_group = RowGroup(self, 0, name, size)
+
+    def read(self, group, columns, *, on_retry=None):
+        self.reads += 1
+        if self.error is not None:
+            raise self.error
+        return pyarrow.table({"x": pyarrow.array([bytes(self.row_group.size)])})
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return an empty cache of 100 kB."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path))
+    return RowGroupCache("s3://bucket", ["x"], 100_000)
+
+
+def test_the_farthest_use_makes_room(cache):
+    sizes = {"a": 20_000, "b": 38_000, "c": 38_000, "d": 38_000, "e": 90_000}
+    spare, late, soon, middle, last = [Group(*item).row_group for item in sizes.items()]
+    for group in (spare, late, soon):
+        cache.read(group)
+    assert cache.claim("two", {late: 50}) == []
+    # All that is there is needed before the last one.
+    assert cache.claim("one", {soon: 5, last: 60}) == [] and cache.keeps(spare)
+    assert cache.claim("one", {soon: 5, middle: 10}) == [middle]
+    assert [cache.keeps(group) for group in (spare, late, soon)] == [False, False, True]
+
+    # A group that a process will make has its room.
+    assert cache.claim("two", {middle: 10}) == []
+    cache.release(middle)
+    assert cache.claim("two", {middle: 10}) == [middle]
+
+
+def test_a_rank_does_not_use_the_room_of_others(cache, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    groups = [Group(name, 30_000).row_group for name in "abc"]
+    assert cache.claim("one", dict.fromkeys(groups, 1)) == groups[:1]
+    # What both need counts half for each.
+    assert cache.claim("two", dict.fromkeys(groups, 1)) == groups[1:]
+
+
+def test_few_groups_that_no_plan_needs_are_kept(cache):
+    groups = [Group(f"{number}", 30_000).row_group for number in range(8)]
+    for number, group in enumerate(groups):
+        cache.read(group)
+        assert cache.keeps(group)
+        assert sum(map(cache.keeps, groups)) == min(4, number + 1)
+
+
+def test_one_process_tries_for_all_that_wait(cache):
+    """A try may take minutes, and several processes may wait for the same group."""
+    error = StoreError("s3://bucket/x: no answer")
+    slow = Group("a", 10, error)
+    entered, ends = threading.Event(), threading.Event()
+
+    def read(*given, on_retry):
+        on_retry(1, StoreError("status 503"))
+        entered.set()
+        ends.wait(60)
+        return Group.read(slow, *given)
+
+    slow.read = read
+    with ThreadPoolExecutor(3) as threads:
+        several = [threads.submit(cache.read, slow.row_group) for _ in range(3)]
+        assert entered.wait(60)
+        time.sleep(1.5)
+        assert cache.waits() == ", which waits for a, row group 0 (try 2, after status 503)"
+        ends.set()
+        for one in several:
+            with pytest.raises(StoreError, match="no answer"):
+                one.result(60)
+    assert slow.reads == 1 and not cache.waits()
+
+    # A later try may succeed.
+    slow.error = None
+    assert cache.read(slow.row_group).num_rows == 1
+
+
+def test_a_full_disk_is_one_message(cache, monkeypatch):
+    def write(file, table):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(row_group_cache, "_write", write)
+    with pytest.raises(BadInput, match="cannot be written .No space.*; a row group has .*window"):
+        cache.read(Group("a", 10).row_group)

@@ -1,1 +1,0 @@
-"""``oneloop watch``: charts of the metrics in the terminal, while runs train."""
