@@ -18,7 +18,7 @@ from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluate
 from oneloop.tasks.language.bidirectional import check_apart
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import IGNORE, Sample
 from oneloop.tasks.language.tokens import MASK_SPECIAL, learn_bpe, mask_tokenizer
 from oneloop.tasks.masked_lm import MaskedLM
 from own_files import rows
@@ -200,12 +200,12 @@ def test_a_word_is_masked_as_a_whole(tokenizer, tmp_path):
 def test_masks_depend_on_seed_epoch_and_index_only(data):
     task = MaskedLM(data, **TINY)
     samples = SeededSamples(task.train_set(), seed=0)
-    first = samples[0, 3][1]
+    first = samples[0, 3][1].documents[0]
     torch.rand(7)
-    assert torch.equal(samples[0, 3][1], first)
-    later = samples[1, 3][1]
+    assert torch.equal(samples[0, 3][1].documents[0], first)
+    later = samples[1, 3][1].documents[0]
     assert not torch.equal(later, first)
-    assert not torch.equal(SeededSamples(task.train_set(), seed=1)[0, 3][1], first)
+    assert not torch.equal(SeededSamples(task.train_set(), seed=1)[0, 3][1].documents[0], first)
 
 
 def test_all_evaluations_have_the_same_masks(data):
@@ -239,10 +239,12 @@ def test_packed_gradients_are_the_padded_ones(data, saved, name):
     task = MaskedLM(data, model=saved(name), block=64, pack="packed")
     model = task.model().eval()
     torch.manual_seed(0)
-    row = next(row for row in map(task.train_set().__getitem__, range(9)) if len(row) > 1)
-    packed = losses_of(task, model, [row])
+    samples = map(task.train_set().__getitem__, range(9))
+    sample = next(sample for sample in samples if len(sample.documents) > 1)
+    row = [*sample.documents]
+    packed = losses_of(task, model, [sample])
     gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
-    padded = losses_of(task, model, row)
+    padded = losses_of(task, model, [Sample([document]) for document in row])
     assert torch.allclose(packed, padded, rtol=1e-6)
     others = [one.grad for one in model.parameters() if one.grad is not None]
     for one, other in zip(gradients, others, strict=True):
@@ -257,10 +259,10 @@ def test_packed_gradients_are_the_padded_ones(data, saved, name):
     assert float(packed) == pytest.approx(alone, rel=1e-5)
 
     # Other tokens in the first document change nothing in the others.
-    _, before = task.loss(model, task.collate([row]))
+    _, before = task.loss(model, task.collate([sample]))
     row[0] = row[0].clone()
     row[0][0, 1:-1] = row[0][0, 1:-1].flip(0)
-    _, after = task.loss(model, task.collate([row]))
+    _, after = task.loss(model, task.collate([sample._replace(documents=row)]))
     first = row[0].shape[1]
     assert torch.equal(before["loss"][:, first:], after["loss"][:, first:])
     assert not torch.equal(before["loss"][:, :first], after["loss"][:, :first])
@@ -274,7 +276,7 @@ def test_documents_are_split_packed_and_counted(tmp_path):
     for pack in ("padded", "packed", "concat"):
         task = MaskedLM(str(tmp_path), vocab=300, block=16, pack=pack, share=1, kept=1, replaced=0)
         samples = [task.train_set()[number] for number in range(len(task.train_set()))]
-        rows = [one if isinstance(one, list) else [one] for one in samples]
+        rows = [sample.documents for sample in samples]
         assert max(sum(one.shape[1] for one in row) for row in rows) <= 16
         written = "".join(task.decode(one[0, 1:-1].tolist()) for row in rows for one in row)
         assert sorted(written.replace("[SEP]", "")) == sorted("".join(texts))

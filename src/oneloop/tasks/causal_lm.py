@@ -4,7 +4,6 @@ From scratch a GPT-2 or Llama is trained, on bytes or on a BPE that is trained f
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -97,10 +96,6 @@ class CausalLM(RawTexts):
         return self._spanned(tokens, content, name, "split")
 
     @property
-    def entries(self) -> int:
-        return len(self.tokenizer)
-
-    @property
     def token_bytes(self) -> Tensor | None:
         return self._token_bytes if self._token_bytes.any() else None
 
@@ -132,7 +127,3 @@ class CausalLM(RawTexts):
             "written": written(model, prompts, count, choose=choose),
             "prompt": prompt_lengths,
         }
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.tokenizer.save_pretrained(folder)

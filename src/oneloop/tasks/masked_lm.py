@@ -1,6 +1,5 @@
 """Masked language modelling, with a BERT from scratch or an encoder of transformers."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
+from oneloop.tasks.language.bidirectional import (
+    check_apart,
+    check_both_directions,
+    document_mask,
+)
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
-from oneloop.tasks.language.models import load_model, scratch_config
+from oneloop.tasks.language.models import from_scratch
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, cut_texts
 from oneloop.tasks.language.texts import STDLIB
@@ -143,24 +146,16 @@ class MaskedLM(RawTexts):
         return self.masked_tokens.entries
 
     def bare_model(self) -> nn.Module:
-        if self.name is None:
-            from transformers import BertForMaskedLM
-
-            config = scratch_config(
-                self.shape, entries=self.entries, padding=self._padding, architecture="bert"
-            )
-            return BertForMaskedLM(config)  # type: ignore[no-any-return]
-        model, added = load_model(
-            self.name,
+        kind = "AutoModelForMaskedLM"
+        if self.name is not None:
+            return self.load(entries=self.entries, length=self.block, kind=kind)
+        return from_scratch(
+            self.shape,
             entries=self.entries,
-            length=self.block,
-            length_key=self.length_key,
-            pretrained=self.pretrained,
-            trust_remote_code=self.trust_remote_code,
-            kind="AutoModelForMaskedLM",
+            padding=self._padding,
+            architecture="bert",
+            kind=kind,
         )
-        self.notes = [*self._data_notes, *added]
-        return model
 
     def model(self) -> nn.Module:
         model = self.bare_model()
@@ -222,7 +217,7 @@ class MaskedLM(RawTexts):
             return {"input_ids": batch["input"], "attention_mask": known}
         return {
             "input_ids": batch["input"],
-            "attention_mask": apart(document),
+            "attention_mask": document_mask(document),
             "position_ids": batch["position"] + self._first_position,
         }
 
@@ -241,10 +236,6 @@ class MaskedLM(RawTexts):
             "target": " | ".join(targets),
             "prediction": " | ".join(predictions),
         }
-
-    def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
-        self.tokenizer.save_pretrained(folder)
 
 
 def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:

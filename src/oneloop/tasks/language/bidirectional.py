@@ -1,7 +1,7 @@
 """Attention in both directions within documents of a row, for encoders of transformers.
 
 >>> check_apart(model, tokens)
->>> model(input_ids=…, position_ids=…, attention_mask=apart(documents))
+>>> model(input_ids=…, position_ids=…, attention_mask=document_mask(documents))
 """
 
 import torch
@@ -11,7 +11,7 @@ from oneloop.tasks.language.attention import check_documents, logits_of, near
 from oneloop.tasks.model_limits import first_position
 
 
-def apart(documents: Tensor) -> Tensor:
+def document_mask(documents: Tensor) -> Tensor:
     """Return a mask with which no document attends to another.
 
     Its shape (rows, 1, positions, positions) makes transformers pass it on without reading it on
@@ -35,10 +35,10 @@ def check_apart(model: nn.Module, tokens: Tensor) -> None:
     row = tokens[None]
     try:
         # Attention to a window of the row differs from that with a mask of the whole row.
-        masked = logits_of(model, row, attention_mask=apart(torch.zeros_like(row)))
+        masked = logits_of(model, row, attention_mask=document_mask(torch.zeros_like(row)))
         if not near(masked, logits_of(model, row)):
             raise ValueError(f"{name}: its logits differ with a mask of the whole row")
-        check_documents(model, row, apart, first=first_position(model)[0])
+        check_documents(model, row, document_mask, first=first_position(model)[0])
     except Exception as error:
         if isinstance(error, ValueError):
             raise

@@ -138,15 +138,21 @@ SCRATCH = {
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
 
-def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
-    """Build a GPT-2 or Llama with random weights.
+def from_scratch(shape: Shape, *, kind: str = "AutoModelForCausalLM", **special: Any) -> nn.Module:
+    """Build a model with random weights.
 
-    The arguments, and the error, are those of :func:`scratch_config`.
+    Args:
+        shape: architecture and sizes.
+        kind: name of its Auto class.
+        special: other arguments of :func:`scratch_config`.
+
+    Raises:
+        ValueError: the vocabulary exceeds ``padded_vocab``.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    config = scratch_config(shape, entries=entries, begin=begin, end=end)
-    return AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+    config = scratch_config(shape, **special)
+    return getattr(transformers, kind).from_config(config)  # type: ignore[no-any-return]
 
 
 def scratch_config(

@@ -95,6 +95,7 @@ class RawTexts(LanguageModel):
     def _tokenize(self, encode: Encode) -> None:
         """Make the samples of each source and split; ``encode`` returns the tokens of a text."""
         self._encode = encode
+        self._tokenizer_key = tokenizer_key(self.tokenizer)
         samples = []
         for source in self._sources:
             column = source.columns["column"]
@@ -107,7 +108,7 @@ class RawTexts(LanguageModel):
     def _tokens(self, rows: Any, column: str, name: str) -> tuple[Ragged, dict[str, Any]]:
         """Return the tokens of the texts of a split, and a key of the texts' content."""
         make = partial(_encoded, self._encode, column, self.ends_texts)
-        made_by = [tokenizer_key(self.tokenizer), self.ends_texts, column]
+        made_by = [self._tokenizer_key, self.ends_texts, column]
         tokens = ragged(rows, make, made_by=made_by, what=f"tokenizing {name}")
         return tokens, {**rows.fingerprint(), "text": column}
 
