@@ -213,7 +213,6 @@ def measured(kind: str, where: str, disk: Path, batches: int, steps: int) -> dic
                 os.killpg(process.pid, signal.SIGKILL)
         if code:
             raise SystemExit(f"{kind} failed:\n{errors.read_text()}")
-        time.sleep(2.5)  # the fetcher ends 2 s after its last client
         found: dict[str, float] = json.loads(output.read_text().splitlines()[-1])
         return found
 

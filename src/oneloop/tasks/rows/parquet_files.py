@@ -49,9 +49,6 @@ class GroupFile(Protocol):
     def schema(self) -> Any:
         """Return the ``pyarrow.Schema`` as stored."""
 
-    def ranges(self, group: int, columns: Sequence[str]) -> Sequence[tuple[int, int]]:
-        """Return the ranges of bytes that a read of these columns requests from the network."""
-
     def read(self, group: int, columns: Sequence[str]) -> Any:
         """Return columns of a row group, a ``pyarrow.Table``.
 
@@ -185,9 +182,6 @@ class LocalFile:
     @property
     def schema(self) -> Any:
         return self.metadata.schema.to_arrow_schema()
-
-    def ranges(self, group: int, columns: Sequence[str]) -> Sequence[tuple[int, int]]:
-        return ()  # it is on a disk
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
         import pyarrow

@@ -4,6 +4,7 @@ import io
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,22 @@ def opened_files(store: RemoteStore, items: Sequence[RemoteObject]) -> list[Remo
         StoreError: the store fails.
         ValueError: a footer is damaged, or does not fit its file.
     """
-    wheres = [store.where(item) for item in items]
     with alone(f"footers/{key_of(store.root)}") as folder, ThreadPoolExecutor(_AT_ONCE) as threads:
         folder.mkdir(exist_ok=True)
-        files = [folder / key_of(item.name, item.size, item.version) for item in items]
-        contents = [_cached(file) for file in files]
-        fresh = [number for number, content in enumerate(contents) if not content]
-        fetched = threads.map(lambda number: _fetched(store, items[number]), fresh)
-        for number, content in zip(fresh, fetched, strict=True):
-            contents[number] = content
+        files = {item: folder / key_of(item.name, item.size, item.version) for item in items}
+        contents = {item: _cached(file) for item, file in files.items()}
+        fresh = [item for item in items if not contents[item]]
+        contents.update(zip(fresh, threads.map(partial(_fetched, store), fresh), strict=True))
 
         # Only footers that have been checked are cached.
-        check_apart([(contents[number], items[number].size, wheres[number]) for number in fresh])
-        for number in fresh:
-            with replacing(files[number]) as draft:
-                draft.write_bytes(footer_digest(contents[number]).encode() + contents[number])
+        check_apart([(contents[item], item.size, store.where(item)) for item in fresh])
+        for item in fresh:
+            with replacing(files[item]) as draft:
+                draft.write_bytes(footer_digest(contents[item]).encode() + contents[item])
 
     opened = []
-    for item, content, where in zip(items, contents, wheres, strict=True):
+    for item, content in contents.items():
+        where = store.where(item)
         metadata = checked_footer(content, item.size, where)
         opened.append(RemoteFile(store.address, item, where, metadata, footer_digest(content)))
     return opened

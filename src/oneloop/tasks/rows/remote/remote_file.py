@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ _REQUEST = 1 << 25  # bytes of one request
 _GAP = 0.05  # neighbouring chunks are read together if the gap is below this share of both
 
 
+@dataclass(frozen=True, eq=False)
 class RemoteFile:
     """A Parquet file in a store. It can be pickled, and used after a fork.
 
@@ -30,16 +32,19 @@ class RemoteFile:
         digest: the :func:`oneloop.tasks.rows.parquet_files.footer_digest`.
     """
 
-    def __init__(
-        self, address: str, item: RemoteObject, where: str, metadata: Any, digest: str
-    ) -> None:
-        self.address = address
-        self.item = item
-        self.name = item.name
-        self.where = where
-        self.size = item.size
-        self.metadata = metadata
-        self.digest = digest
+    address: str
+    item: RemoteObject
+    where: str
+    metadata: Any
+    digest: str
+
+    @property
+    def name(self) -> str:
+        return self.item.name
+
+    @property
+    def size(self) -> int:
+        return self.item.size
 
     @property
     def schema(self) -> Any:
