@@ -425,3 +425,21 @@ def test_wrong_inputs(messages: dict[str, tuple[Path, Any, str]], name: str, mes
     assert message in output, output
     assert "Traceback" not in output
     assert not (folder / "run").exists()
+
+
+def test_sources_of_a_mixture_may_name_their_columns(tmp_path):
+    others = [{"from": row["digits"], "to": row["english"]} for row in pairs(60)]
+    for name, rows in {"a": pairs(60), "b": others}.items():
+        lines = "\n".join(json.dumps(row) for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    mixture = [
+        {"data": str(tmp_path / "a.jsonl")},
+        {"data": str(tmp_path / "b.jsonl"), "source": "from", "target": "to"},
+    ]
+    task = Seq2Seq(mixture, source="digits", target="english", vocab=300, held_out=0.2)
+    tokens: dict[str, set[str]] = {"a": set(), "b": set()}
+    for split in (task.train_set(), *task.eval_sets().values()):
+        for name in tokens:
+            samples = [split.sets[name][index] for index in range(len(split.sets[name]))]
+            tokens[name] |= {str([part.tolist() for part in one.documents]) for one in samples}
+    assert tokens["a"] == tokens["b"] and len(tokens["a"]) == 60

@@ -112,11 +112,12 @@ def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
 def test_a_mixture_of_conversations_and_prompts(tmp_path):
     chats = [{"messages": one} for one in lessons("train")[:60]]
     texts = [
-        {"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)
+        {"question": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)
     ]
     for name, rows in {"chats": chats, "texts": texts}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    data = json.dumps([{"data": "chats.jsonl", "weight": 3}, {"data": "texts.jsonl", "weight": 1}])
+    prompts = {"data": "texts.jsonl", "weight": 1, "prompt": "question"}
+    data = json.dumps([{"data": "chats.jsonl", "weight": 3}, prompts])
     words = [
         *SMALL,
         "--task.data",

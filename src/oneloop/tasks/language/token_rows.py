@@ -84,7 +84,13 @@ def open_sources(
         remote=False,
     ):
         source.optional = tuple(optional)
-        sources.append(first_columns(source, choices, open_))
+        # A source of a mixture may name its columns itself.
+        names = {key: name for key, name in source.columns.items() if name != choices[0][key]}
+        choices_of_source = [
+            {key: name and names.get(key, name) for key, name in columns.items()}
+            for columns in choices
+        ]
+        sources.append(first_columns(source, choices_of_source, open_))
     return sources
 
 
