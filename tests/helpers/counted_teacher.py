@@ -25,7 +25,7 @@ class Counted(Distil):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._built: list[weakref.ref[Any]] = []
-        build = self._frozen.build
+        build = self.frozen.build
 
         def built() -> Any:
             assert build is not None
@@ -35,7 +35,7 @@ class Counted(Distil):
             self._built += [weakref.ref(one) for one in model.modules()]
             return model
 
-        self._frozen.build = built
+        self.frozen.build = built
 
     def _documents(self, name: str, documents: Any) -> Any:
         _log("pass", [f"{name} {document}" for document in documents])

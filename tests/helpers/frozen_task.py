@@ -99,7 +99,7 @@ class Frozen(FrozenTask):
             outputs[name] = FrozenOutputs(
                 RECORD, counts=lengths - 1, lengths=lengths, content=content
             )
-        self._frozen = FrozenModel(
+        self.frozen = FrozenModel(
             "the teacher" if teacher else "the reference",
             outputs,
             batch=self._batch,
@@ -108,8 +108,8 @@ class Frozen(FrozenTask):
             address=store,
         )
         if teacher:
-            self._frozen.content = {"seed": teacher}
-            self._frozen.build = lambda: self._teacher(teacher)
+            self.frozen.content = {"seed": teacher}
+            self.frozen.build = lambda: self._teacher(teacher)
 
     def _teacher(self, seed: int) -> nn.Module:
         if self.log:
@@ -118,26 +118,23 @@ class Frozen(FrozenTask):
             torch.manual_seed(seed)
             return Next(12).double()
 
-    def frozen_model(self) -> FrozenModel:
-        return self._frozen
-
     def model(self) -> nn.Module:
         return Next()
 
     def train_set(self) -> Docs:
-        return Docs(self.values["train"], self._frozen.outputs["train"])
+        return Docs(self.values["train"], self.frozen.outputs["train"])
 
     def eval_sets(self):
-        return {"validation": Docs(self.values["validation"], self._frozen.outputs["validation"])}
+        return {"validation": Docs(self.values["validation"], self.frozen.outputs["validation"])}
 
     def samples_of(self, data: str, *, labelled: bool) -> Docs:
         values = documents(50, seed=int(data))
         lengths = np.array([len(value) for value in values])
-        self._frozen.outputs["data"] = FrozenOutputs(
+        self.frozen.outputs["data"] = FrozenOutputs(
             RECORD, counts=lengths - 1, lengths=lengths, content=f"data {data}"
         )
         self.values["data"] = values
-        return Docs(values, self._frozen.outputs["data"])
+        return Docs(values, self.frozen.outputs["data"])
 
     def collate(self, samples):
         width = max(len(tokens) for tokens, _ in samples)

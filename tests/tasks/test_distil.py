@@ -273,11 +273,11 @@ def test_a_teacher_that_changes_before_it_is_loaded_is_rejected(base, tmp_path):
     given = str(next((tmp_path / "base").rglob("model.safetensors")).parent)
     data = str(base / "data")
     task = Distil(data, teacher=given, layers=1, width=32, length=96, top_k=4)
-    assert task.frozen_model().build() is not None
+    assert task.frozen.build() is not None
     config = Path(given, "config.json")
     config.write_text(config.read_text() + "\n")
     with pytest.raises(ValueError, match="has changed since the start"):
-        task.frozen_model().build()
+        task.frozen.build()
 
 
 @pytest.mark.slow
@@ -321,7 +321,7 @@ def test_packed_and_padded_have_the_same_gradients(base, one_thread, kind):
         plain = Plain(base, pack, **KINDS[kind])
         task, model = plain.task, plain.student
         samples = task.train_set()
-        frozen = task.frozen_model()
+        frozen = task.frozen
         made = []
         for number in range(len(samples.starts)):
             batch = frozen.batch("train", [number])

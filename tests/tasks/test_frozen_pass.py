@@ -109,7 +109,7 @@ def test_each_document_is_computed_once_by_the_initial_weights(first):
     assert start.name > "step-00000000"
     (large,) = [one for one in (first / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
     assert large.name.startswith("the-reference-")
-    outputs = task.frozen_model().outputs["train"]
+    outputs = task.frozen.outputs["train"]
     outputs.folder = large
     assert len(outputs.ranges) == 2
 
@@ -155,7 +155,7 @@ def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
     before = Counter(listed(tmp_path / "log"))
     trained(tmp_path, given).ok()
     twice = [one for one, count in Counter(listed(tmp_path / "log")).items() if count > 1]
-    outputs = Frozen("").frozen_model().outputs["train"]
+    outputs = Frozen("").frozen.outputs["train"]
     assert 0 < len(twice) <= len(outputs.ranges[1]) and before
     assert {at for _, at in twice} <= set(outputs.ranges[1])
     assert bins(tmp_path / "store") == bins(first / "good")
@@ -185,7 +185,7 @@ def test_damage_is_found_and_computed_again(first, tmp_path, kind):
     trained(tmp_path, words(store)).ok()
     assert bins(store) == bins(first / "good")
     number = int(one.stem)
-    outputs = Frozen("").frozen_model().outputs["train"]
+    outputs = Frozen("").frozen.outputs["train"]
     assert sorted(at for _, at in listed(tmp_path / "log")) == [*outputs.ranges[number]]
 
 
@@ -203,7 +203,7 @@ def test_a_file_of_another_range_or_folder_is_not_read(tmp_path):
     there.mkdir()
     (here / "00000001.bin" / "inside").mkdir(parents=True)
     assert len(outputs.ranges) == 2 and not outputs.is_stored(1, here)
-    records = np.zeros(outputs.size(outputs.ranges[1]), RECORD)
+    records = np.zeros_like(outputs.empty(1))
     outputs.write(records, 1, here)
     assert outputs.is_stored(1, here) and not outputs.is_stored(0, here)
     shutil.copy(here / "00000001.bin", here / "00000000.bin")
@@ -294,7 +294,7 @@ def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     torch.manual_seed(5)
     model = Next(12).double()
     (large,) = [one for one in (tmp_path / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
-    outputs = Frozen("").frozen_model().outputs["train"]
+    outputs = Frozen("").frozen.outputs["train"]
     outputs.folder = large
     expected = log_probabilities(model, torch.from_numpy(documents(2000)[3])[None])[0]
     assert np.allclose(outputs[3]["logp"], expected.detach(), rtol=0, atol=1e-12)
@@ -469,7 +469,7 @@ def test_an_edit_of_the_model_makes_the_outputs_new_at_a_resume(tmp_path, layout
     model = Next().double()
     model.head = torch.nn.Sequential(Times(3.0), model.head)
     expected = log_probabilities(model, torch.from_numpy(documents(40)[7])[None])[0]
-    outputs = Frozen("", count=40).frozen_model().outputs["train"]
+    outputs = Frozen("", count=40).frozen.outputs["train"]
     found = []
     for file in (tmp_path / "store").glob("*/00000000.bin"):
         if outputs.is_stored(0, file.parent) and file.stat().st_size < 20_000:

@@ -382,7 +382,7 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
 
     # The store holds each next token of prompts and answers, for any mask.
     plain = Plain(base, "dpo", (), "packed")
-    outputs = plain.task.frozen_model().outputs["train"]
+    outputs = plain.task.frozen.outputs["train"]
     files = sorted((first / "store").glob("*/*.bin"), key=lambda file: file.stat().st_size)
     outputs.folder = files[-1].parent
     samples = plain.task.samples["train"]

@@ -91,7 +91,7 @@ class Distil(FrozenTask, SFT):
             )
         self.top_k = top_k or self.entries
         self._record = record_of(self.top_k, self.entries)
-        self._frozen = FrozenModel(
+        self.frozen = FrozenModel(
             "the teacher",
             {},
             batch=self._documents,
@@ -108,21 +108,18 @@ class Distil(FrozenTask, SFT):
             content=teacher_content(teacher),
         )
         for name, samples in self.samples.items():
-            self._frozen.outputs[name] = samples.freeze(self._record, targets=True)
-        self._data_notes.append(self._frozen.note)
+            self.frozen.outputs[name] = samples.freeze(self._record, targets=True)
+        self._data_notes.append(self.frozen.note)
         if self.top_k < self.entries:
             self._data_notes.append(
                 f"the {self.top_k:,} most likely of {self.entries:,} entries and the sum of the "
                 "others are compared: the divergence is a lower bound of that of all entries"
             )
 
-    def frozen_model(self) -> FrozenModel:
-        return self._frozen
-
     def _load_teacher(self) -> nn.Module:
         """Load the teacher. Raise ValueError if its files are others than at the start."""
         model = load_teacher(self.teacher, entries=self.entries, length=self.length)
-        if teacher_content(self.teacher) != self._frozen.content:
+        if teacher_content(self.teacher) != self.frozen.content:
             raise ValueError(
                 f"task.teacher {self.teacher!r} has changed since the start, so its outputs would "
                 "be stored as those of other weights; start again"
@@ -157,7 +154,7 @@ class Distil(FrozenTask, SFT):
         samples = super().samples_of(data, labelled=labelled)
         if labelled:
             self.samples["data"] = samples
-            self._frozen.outputs["data"] = samples.freeze(self._record, targets=True)
+            self.frozen.outputs["data"] = samples.freeze(self._record, targets=True)
         return samples
 
     def collate(self, samples: list[Sample]) -> dict[str, Any]:

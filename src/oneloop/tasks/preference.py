@@ -101,30 +101,24 @@ class Preference(FrozenTask, PairTask):
         self.sample_weight = None if self.packed else 1.0
 
         # Let a run compute what the reference says about each token of each side.
-        self._frozen: FrozenModel | None = None
         if loss not in _ALONE:
-            self._frozen = FrozenModel(
+            self.frozen = FrozenModel(
                 "the reference",
                 {},
                 batch=self._documents,
                 compute=self._log_probabilities,
                 kind={"records": "log-probabilities of the next tokens"},
                 address=store,
-                zero=".lora_B.",
-                adds=".lora_",
             )
             for name, samples in self.samples.items():
-                self._frozen.outputs[name] = samples.freeze(RECORD, targets=False)
-            self._data_notes.append(self._frozen.note)
-
-    def frozen_model(self) -> FrozenModel | None:
-        return self._frozen
+                self.frozen.outputs[name] = samples.freeze(RECORD, targets=False)
+            self._data_notes.append(self.frozen.note)
 
     def samples_of(self, data: str, *, labelled: bool) -> Samples:
         samples = super().samples_of(data, labelled=labelled)
         self.samples["data"] = samples
-        if self._frozen:
-            self._frozen.outputs["data"] = samples.freeze(RECORD, targets=False)
+        if self.frozen:
+            self.frozen.outputs["data"] = samples.freeze(RECORD, targets=False)
         return samples
 
     def collate(self, samples: list[Sample]) -> dict[str, Tensor]:
@@ -182,7 +176,7 @@ class Preference(FrozenTask, PairTask):
             chosen = chosen / tokens[0]
             rejected = rejected / tokens[1]
         rewards = (chosen, rejected)
-        if self._frozen:
+        if self.frozen:
             reference = batch["reference"].to(logp.dtype).sum(-1) * is_target
             of_reference = self._answer_sums(reference, batch)
             if self.average:
@@ -219,7 +213,7 @@ class Preference(FrozenTask, PairTask):
         return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
     def metrics(self) -> Means:  # type: ignore[override]
-        names = ("chosen_logp", "rejected_logp", *(("kl",) if self._frozen else ()))
+        names = ("chosen_logp", "rejected_logp", *(("kl",) if self.frozen else ()))
         return Means(METRICS | dict.fromkeys(names))
 
     def predicted(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import replacing
@@ -46,12 +47,11 @@ class FrozenOutputs:
         content: str,
     ) -> None:
         self.record = record
-        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths = lengths
         self.content = content
         self.starts = np.append(0, np.cumsum(counts, dtype=np.int64))  # first record of each
-        number = (np.cumsum(self.lengths) - 1) // POSITIONS
-        self._firsts = np.unique(number, return_index=True)[1].tolist()  # document of each range
-        edges = [*self._firsts, len(self)]
+        number = (np.cumsum(lengths) - 1) // POSITIONS
+        edges = np.append(np.unique(number, return_index=True)[1], len(lengths)).tolist()
         self.ranges = [range(first, stop) for first, stop in pairwise(edges)]
         """the documents of each range; they depend on the lengths alone, so that a range is the
         same on any number of processes"""
@@ -60,11 +60,6 @@ class FrozenOutputs:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def most_batches(self) -> int:
-        """The largest number of forwards of a range."""
-        return max(len(self.batches(number)) for number in range(len(self.ranges)))
 
     def batches(self, number: int) -> list[list[int]]:
         """Return the documents of each forward of a range: of similar lengths.
@@ -81,9 +76,16 @@ class FrozenOutputs:
             order = order[count:]
         return batches
 
-    def size(self, documents: range) -> int:
-        """Return the number of records of documents that follow each other."""
-        return int(self.starts[documents.stop] - self.starts[documents.start])
+    def positions(self, document: int, number: int) -> slice:
+        """Return where the records of a document are among those of its range."""
+        start, stop = self.starts[document : document + 2]
+        first = self.starts[self.ranges[number].start]
+        return slice(int(start - first), int(stop - first))
+
+    def empty(self, number: int) -> NDArray[Any]:
+        """Return an array for the records of a range."""
+        last = self.ranges[number][-1]
+        return np.empty(self.positions(last, number).stop, self.record)
 
     def __getitem__(self, document: int) -> NDArray[Any]:
         """Return the records of a document, (records of the document,).
@@ -92,7 +94,9 @@ class FrozenOutputs:
         """
         if not 0 <= document < len(self):
             raise IndexError(document)
-        count = self.size(range(document, document + 1))
+        number = bisect(self.ranges, document, key=lambda documents: documents.start) - 1
+        within = self.positions(document, number)
+        count = within.stop - within.start
         if self.folder is None:
             if self.are_placeholders:
                 return np.zeros(count, self.record)
@@ -103,11 +107,9 @@ class FrozenOutputs:
             )
 
         # Read at the fixed offset of the document in the file of its range.
-        number = bisect(self._firsts, document) - 1
-        before = self.size(range(self.ranges[number].start, document))
         file = self.folder / _name(number)
         try:
-            offset = before * self.record.itemsize
+            offset = within.start * self.record.itemsize
             records = np.fromfile(file, self.record, count, offset=offset)
             if len(records) < count:
                 raise OSError("it is shorter than before")
@@ -128,9 +130,8 @@ class FrozenOutputs:
 
     def write(self, records: NDArray[Any], number: int, folder: Path) -> None:
         """Write the records of a range to a folder, atomically."""
-        content = np.ascontiguousarray(records).tobytes()
         with replacing(folder / _name(number), shared=True) as draft:
-            draft.write_bytes(_sealed(content, number, folder))
+            draft.write_bytes(_sealed(records.tobytes(), number, folder))
 
 
 def _name(number: int) -> str:
@@ -140,6 +141,4 @@ def _name(number: int) -> str:
 
 def _sealed(content: bytes, number: int, folder: Path) -> bytes:
     """Return the content of a range with its checksum; that of another range or folder differs."""
-    from xxhash import xxh3_128_digest
-
     return content + xxh3_128_digest(f"{folder.name} {number} ".encode() + content)

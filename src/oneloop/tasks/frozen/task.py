@@ -45,9 +45,6 @@ class FrozenModel:
         address: folder of all outputs; None: in the cache of this host.
         build: builds the model; None: it is the policy before its first step.
         content: JSON values that identify the weights; None: a run finds them.
-        zero: part of the names of tensors; if all of them are 0, as in fresh adapters, the tensors
-            whose names contain ``adds`` change nothing, and do not identify the weights.
-        adds: see ``zero``.
 
     Raises:
         ValueError: the address is not a folder.
@@ -61,10 +58,6 @@ class FrozenModel:
     address: str | None = None
     build: Callable[[], nn.Module] | None = None
     content: Any = None
-    zero: str = ""
-    adds: str = ""
-
-    expected: Any = field(default=None, init=False)  # ``content`` in the checkpoint of a run
     is_tried: bool = field(default=False, init=False)  # whether the outputs are placeholders
 
     def __post_init__(self) -> None:
@@ -79,7 +72,7 @@ class FrozenModel:
         """A log line about the size of the outputs."""
         size = 0
         for outputs in self.outputs.values():
-            size += outputs.size(range(len(outputs))) * outputs.record.itemsize
+            size += outputs.starts[-1] * outputs.record.itemsize
         where = self.address or "the cache of this host"
         return f"{self.role}: its outputs, {size / 1e6:,.1f} MB, are computed once, in {where}"
 
@@ -98,30 +91,27 @@ class FrozenTask:
     Its checkpoints name the weights that were frozen, and never hold them.
     """
 
-    def frozen_model(self) -> FrozenModel | None:
-        """Return what a run computes before its first step, always the same; None: nothing.
-
-        Its outputs exist once the task was made.
-        """
-        raise NotImplementedError
+    frozen: FrozenModel | None = None
+    """what a run computes before its first step, once the task was made; None: nothing"""
 
     def state_dict(self) -> dict[str, Any]:
         """Return which weights were frozen, for a checkpoint; None: the run was only tried."""
-        frozen = self.frozen_model()
-        if frozen is None:
+        if self.frozen is None:
             return {}
-        return {"frozen": frozen.expected if frozen.is_tried else frozen.content}
+        return {"frozen": None if self.frozen.is_tried else self.frozen.content}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare the frozen weights with those of a checkpoint, unless the task is only tried.
 
         Raise ValueError if they differ: the run would continue with another frozen model.
         """
-        frozen = self.frozen_model()
-        if frozen is not None:
-            frozen.expected = state.get("frozen")
-            if not frozen.is_tried:
-                frozen.check(frozen.expected)
+        if self.frozen is None:
+            return
+        content = state.get("frozen")
+        if self.frozen.content is None:
+            self.frozen.content = content
+        elif not self.frozen.is_tried:
+            self.frozen.check(content)
 
     def before_run(self, model: Any, run: Any) -> None:
         """Compute what is missing of the outputs, and read them from now on. Collective.
@@ -135,7 +125,7 @@ class FrozenTask:
             BadInput: the outputs cannot be stored, or hosts do not share their folder.
             ValueError: the frozen weights are others than those of the checkpoint.
         """
-        frozen = self.frozen_model()
+        frozen = self.frozen
         if frozen is None:
             return
         frozen.is_tried = run is None
@@ -146,38 +136,34 @@ class FrozenTask:
 
         # Which weights are frozen? Those of a trained policy are in its checkpoint.
         if frozen.content is None:
-            frozen.content = frozen.expected or _weights(self, frozen, run.initial_model())
-        frozen.check(frozen.expected or frozen.content)
+            frozen.content = _weights(self, run.initial_model())
 
         # Which ranges are missing? All processes look before one of them writes.
         folders = _folders(self, frozen, model, run)
-
-        def is_missing(item: _Range) -> bool:
-            BEATS.beat()
-            name, number = item
-            return not frozen.outputs[name].is_stored(number, folders[name])
-
-        ranges = []
-        for name in folders:
-            ranges += [(name, number) for number in range(len(frozen.outputs[name].ranges))]
-        missing = [*filter(is_missing, ranges)]
+        missing = []
+        for name, folder in folders.items():
+            for number in range(len(frozen.outputs[name].ranges)):
+                BEATS.beat()
+                if not frozen.outputs[name].is_stored(number, folder):
+                    missing.append((name, number))
 
         # Compute them. A host that does not share the folder still lacks those of the others.
         share = run.share(missing)
         if share:
             _compute(self, frozen, share, folders, run)
         run.barrier()
-        for name, _ in filter(is_missing, missing):
-            raise BadInput(
-                f"{folders[name]} lacks outputs of {frozen.role} that another process has "
-                "computed, because the hosts do not share it; name a shared folder with "
-                "task.store"
-            )
+        for name, number in missing:
+            if not frozen.outputs[name].is_stored(number, folders[name]):
+                raise BadInput(
+                    f"{folders[name]} lacks outputs of {frozen.role} that another process has "
+                    "computed, because the hosts do not share it; name a shared folder with "
+                    "task.store"
+                )
         for name, folder in folders.items():
             frozen.outputs[name].folder = folder
 
 
-def _weights(task: FrozenTask, frozen: FrozenModel, model: nn.Module) -> dict[str, Any]:
+def _weights(task: FrozenTask, model: nn.Module) -> dict[str, Any]:
     """Return what identifies the policy's weights, on any parallel layout. Collective."""
     # A tied tensor counts once, by its first name.
     named: dict[int, tuple[str, Tensor]] = {}
@@ -193,11 +179,10 @@ def _weights(task: FrozenTask, frozen: FrozenModel, model: nn.Module) -> dict[st
         tensors = {name: tensors[name] for name in tensors.keys() - origin.names}
 
     # Fresh adapters change nothing: the same outputs serve every seed and rank of adapters.
-    if frozen.zero:
-        first = {name: tensors[name] for name in tensors if frozen.zero in name}
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
-        if fingerprint(first) == fingerprint(zeros):
-            tensors = {name: tensors[name] for name in tensors if frozen.adds not in name}
+    last = {name: tensors[name] for name in tensors if ".lora_B." in name}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in last.items()}
+    if fingerprint(last) == fingerprint(zeros):
+        tensors = {name: tensors[name] for name in tensors if ".lora_" not in name}
     return {**content, "tensors": fingerprint(tensors)["bits"]}
 
 
@@ -211,7 +196,7 @@ def _compute(
     """Compute and write ranges, with the policy or a model that exists only meanwhile."""
     if frozen.build is None:
         model = run.initial_model()
-        frozen.check(_weights(task, frozen, model))
+        frozen.check(_weights(task, model))
     else:
         model = run.prepare(frozen.build().requires_grad_(False))
     model.eval()
@@ -220,7 +205,10 @@ def _compute(
     # FSDP2 needs equally many forwards on all processes: some repeat theirs.
     forwards = 0
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        forwards = max(frozen.outputs[name].most_batches for name in folders)
+        for name in folders:
+            outputs = frozen.outputs[name]
+            for number in range(len(outputs.ranges)):
+                forwards = max(forwards, len(outputs.batches(number)))
 
     # Compiled code is not used: each length would be another compilation.
     eager = torch.compiler.set_stance("force_eager")
@@ -228,33 +216,22 @@ def _compute(
         for name, number in share:
             outputs = frozen.outputs[name]
             batches = outputs.batches(number)
-            records: dict[int, NDArray[Any]] = {}
+            records = outputs.empty(number)
             for at in range(forwards or len(batches)):
                 documents = batches[at % len(batches)]
                 batch = frozen.batch(name, documents)
                 on_device = {key: tensor.to(device) for key, tensor in batch.items()}
                 computed = frozen.compute(model, on_device)
-                records.update(zip(documents, computed, strict=True))
+                for document, values in zip(documents, computed, strict=True):
+                    records[outputs.positions(document, number)] = values
+                    if any(np.isnan(values[key]).any() for key in outputs.record.names or ()):
+                        raise ValueError(
+                            f"{frozen.role} computes NaN for document {document} of {name}; check "
+                            "its weights and precision"
+                        )
                 BEATS.beat()
-
-            # Write the range in the order of its documents.
-            ordered = []
-            for document in outputs.ranges[number]:
-                values = records[document]
-                ordered.append(values)
-                expected = outputs.size(range(document, document + 1))
-                if len(values) != expected or values.dtype != outputs.record:
-                    raise ValueError(
-                        f"{frozen.role}: {len(values)} records of {values.dtype} for document "
-                        f"{document} of {name}, expected {expected} of {outputs.record}"
-                    )
-                if any(np.isnan(values[key]).any() for key in outputs.record.names or ()):
-                    raise ValueError(
-                        f"{frozen.role} computes NaN for document {document} of {name}; check its "
-                        "weights and precision"
-                    )
             with writing(folders[name], "make room, or name another folder with task.store"):
-                outputs.write(np.concatenate(ordered), number, folders[name])
+                outputs.write(records, number, folders[name])
             bar.advance()
 
 
