@@ -39,7 +39,6 @@ from gpu_trace import FORWARD
 from gpu_turns import OURS, STEPS, Arm, beside, slug
 from gpu_workloads import Repeated, Text
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.packing import Bins
 from oneloop.tasks.language.sequences import Samples
 from oneloop.tasks.preference import Preference
 
@@ -231,8 +230,8 @@ class PairsInOrder(Preference):
         if split == "train":
             # Each row has the same number of pairs: those of a step, in their order.
             count = self.workload.count
-            members = np.arange(len(samples.group_lengths))
-            samples.bins = Bins(members, members[count - 1 :: count] + 1)
+            samples.members = np.arange(len(samples.lengths))
+            samples.edges = np.append(0, samples.members[count - 1 :: count] + 1)
             samples.most = 2 * count
         return samples
 

@@ -61,7 +61,7 @@ def documents(count: int, length: int, entries: int, *, room: int) -> Samples:
 
 def batches(way: str, rows: Samples, tokens: int) -> Iterator[dict[str, Tensor]]:
     """Yield all documents once, in batches of about ``tokens`` input tokens."""
-    each = max(1, int(tokens / rows.lengths.mean()))
+    each = max(1, int(tokens / rows.room or rows.lengths.mean()))
     order = order_of(rows, seed=0, batch=each) if way == "in buckets" else Order(len(rows), seed=0)
     indices = order[0 : len(rows)][1].tolist()
     for start in range(0, len(indices), each):
@@ -130,7 +130,7 @@ def main() -> None:
         for way, (task, model, loaded) in ways.items():
             took = trained(task, model, loaded, half)
             if turn:
-                found[way].append(int(made.group_lengths.sum()) / took)
+                found[way].append(int(made.lengths.sum()) / took)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     threads = torch.get_num_threads()
     print(

@@ -436,12 +436,13 @@ def test_dropped_pairs_are_left_out_and_documents_are_numbered():
     ragged, pairs = drawn(40)
     for room in (0, 40):
         made = paired(ragged, "", room=room, content={"made by": "test"})
-        assert made.numbers.view(np.float32).tolist() == [*range(40)]
+        numbers = made.tokens[made.starts[::2] - 1]
+        assert numbers.view(np.float32).tolist() == [*range(40)]
         assert len(made.starts) == 80
         for number, (chosen, rejected) in enumerate(pairs):
             assert np.array_equal(made.document(2 * number), chosen)
             assert np.array_equal(made.document(2 * number + 1), rejected)
-            assert made.group_lengths[number] == len(chosen) + len(rejected) - 2
+            assert made.lengths[number] == len(chosen) + len(rejected) - 2
         assert made.fingerprint() == {"samples": len(made), "made by": "test"}
 
     # Each pair is in one row, and no row has more than twice the length.
@@ -452,7 +453,7 @@ def test_dropped_pairs_are_left_out_and_documents_are_numbered():
         assert len(sample.documents) <= packed.most
         seen += [side.tobytes() for side in sample.documents[::2]]
     assert sorted(seen) == sorted(chosen.tobytes() for chosen, _ in pairs)
-    assert packed.fingerprint() is None and packed.lengths.tolist() == [40] * len(packed)
+    assert packed.fingerprint() is None
 
     empty = Ragged(np.zeros(0, np.int32), np.zeros(3, np.int64))
     with pytest.raises(ValueError, match="all 3 pairs are longer than 20 tokens; raise it, or set"):
@@ -462,29 +463,35 @@ def test_dropped_pairs_are_left_out_and_documents_are_numbered():
 def test_the_hash_depends_on_tokens_and_ends_alone():
     ragged, pairs = drawn(40)
     made = paired(ragged, "")
-    expected = made.token_hash(marks=False)
+    expected = made.freeze(RECORD, targets=False).content
 
     # Another mask is the same content; with marks it is another.
     unmasked = Ragged(ragged.values.copy(), ragged.ends)
     for number in range(80):
         unmasked.values[made.starts[number] : made.stops[number]] = token_ids(made.document(number))
     other = paired(unmasked, "")
-    assert other.token_hash(marks=False) == expected
-    assert other.token_hash(marks=True) != made.token_hash(marks=True)
+    assert other.freeze(RECORD, targets=False).content == expected
+    assert other.freeze(RECORD, targets=True).content != made.freeze(RECORD, targets=True).content
 
     # Where the documents are stored changes nothing.
     spans = [side for pair in pairs for side in pair]
     stops = np.cumsum([len(span) for span in spans])
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
-    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) == expected
+    assert (
+        Samples(np.concatenate(spans), starts, stops).freeze(RECORD, targets=False).content
+        == expected
+    )
 
     # Another token, or another end, is another content.
     changed = np.concatenate(spans)
     changed[-1] += 1
-    assert Samples(changed, starts, stops).token_hash(marks=False) != expected
+    assert Samples(changed, starts, stops).freeze(RECORD, targets=False).content != expected
     stops[3] += 1
     starts[4] += 1
-    assert Samples(np.concatenate(spans), starts, stops).token_hash(marks=False) != expected
+    assert (
+        Samples(np.concatenate(spans), starts, stops).freeze(RECORD, targets=False).content
+        != expected
+    )
 
 
 class Filled:
@@ -515,7 +522,7 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
     padded = paired(ragged, "")
     for made in (packed, padded):
         outputs = made.freeze(RECORD, targets=False)
-        assert outputs.content == made.token_hash(marks=False)
+        assert made.outputs is outputs
         outputs.are_placeholders = True
         records = made[0].records
         assert len(records) == len(made[0].documents)
@@ -554,7 +561,7 @@ def test_packed_pairs_have_the_sums_of_padded_ones():
         joined = np.concatenate([values[side.tobytes()] for side in row.documents])
         token_values[number, : len(joined)] = torch.from_numpy(joined)
     chosen, rejected = task._answer_sums(token_values, batch)
-    members = np.concatenate([packed.bins[index] for index in range(len(packed))])
+    members = np.concatenate([packed.groups(index) for index in range(len(packed))])
     assert mask.sum() == 40 and len(mask) == len(rows) * (packed.most // 2 + 1)
     assert (chosen[~mask] == 0).all() and (rejected[~mask] == 0).all()
     assert torch.allclose(chosen[mask], apart[0][members], rtol=1e-13, atol=1e-13)

@@ -129,7 +129,7 @@ class Documents(LanguageModel):
     def each(self, model: nn.Module) -> tuple[dict[int, Tensor], Tensor]:
         """Return the losses of every document's tokens, and their sum."""
         rows = self.documents
-        members = [rows.bins[row].tolist() if self.packed else [row] for row in range(len(rows))]
+        members = [[*map(int, rows.groups(row))] for row in range(len(rows))]
         batch = collated([rows[row] for row in range(len(rows))], width=48, most=rows.most)
         total, outputs = self.loss(model, batch)
         found = {}

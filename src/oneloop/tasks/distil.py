@@ -47,6 +47,7 @@ class Distil(FrozenTask, SFT):
 
     needs = SFT.needs | {"beta": "divergence=js"}
     more_kinds = (("text",),)
+    frozen: FrozenModel
 
     def __init__(
         self,

@@ -96,11 +96,6 @@ class Reward(PairTask):
         self.padding, note = _padding_of(self.tokenizer, config)
         self._data_notes += note
 
-    @staticmethod
-    def measure(sizes: NDArray[Any]) -> NDArray[Any]:
-        """Return the input tokens of pairs, whose sides are filled up to one length."""
-        return np.asarray(2 * sizes.max(1))
-
     def samples_of(self, data: str, *, labelled: bool) -> Samples:
         if labelled:
             return super().samples_of(data, labelled=True)

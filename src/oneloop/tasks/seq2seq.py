@@ -6,7 +6,6 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -183,9 +182,10 @@ class Seq2Seq(WritesTexts, TokenTargets):
         """Return the pairs of one split."""
         self._note(split, pairs.notes)
         samples = paired(
-            pairs, limit_of(self.lengths), content=content, lengths=lambda sizes: sizes.sum(1)
+            pairs, limit_of(self.lengths), content=content, measure=lambda sizes: sizes.sum(1)
         )
-        samples.cut = np.asarray(samples.numbers > 0)
+        # The number before a pair says whether its target is cut.
+        samples.cut = samples.tokens[samples.starts[::2] - 1] > 0
         return samples
 
     def samples_of(self, data: str, *, labelled: bool) -> Samples:

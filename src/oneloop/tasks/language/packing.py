@@ -2,7 +2,6 @@
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,68 +12,32 @@ from oneloop.basics.seeds import key
 from oneloop.data.order import EpochsAndIndices, Ordered, epoch_keys, permuted
 
 
-@dataclass(frozen=True)
-class Bins:
-    """The items of each bin.
-
-    >>> bins = packed(np.array([3, 6, 5, 2]), capacity=8)
-    >>> [members.tolist() for members in bins]
-    [[0, 2], [1, 3]]
-    """
-
-    # (items,), bin after bin: ascending in each bin; bins ascend by first item
-    members: NDArray[np.int64]
-    ends: NDArray[np.int64]  # (bins,), end of each bin in ``members``
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, number: int) -> NDArray[np.int64]:
-        """Return the items of one bin; raise IndexError if there is no such bin."""
-        number = range(len(self))[number]
-        start = self.ends[number - 1] if number else 0
-        return self.members[start : self.ends[number]]
-
-
-def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
+def packed(
+    lengths: NDArray[np.int64], capacity: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return bins by best fit decreasing; among equal lengths, the lower index comes first.
 
+    >>> members, edges = packed(np.array([3, 6, 5, 2]), capacity=8)
+    >>> [members[start:stop].tolist() for start, stop in pairwise(edges)]
+    [[0, 2], [1, 3]]
+
     Args:
-        lengths: (items,), length of each item.
+        lengths: (items,), length of each item, from 1 to ``capacity``.
         capacity: largest sum of the lengths of a bin.
 
-    Raises:
-        ValueError: a length is outside 1..capacity, or the capacity is below 1.
+    Returns:
+        The items, bin after bin, ascending in each bin, where the bins ascend by their first item;
+        and, (bins + 1,), where each bin starts, and the last one stops.
     """
-    lengths = np.asarray(lengths, dtype=np.int64)
-    _check(lengths, capacity)
-    if not len(lengths):
-        return Bins(lengths, lengths)
-
     longest_first = np.argsort(-lengths, kind="stable")
     bin_of = np.empty_like(lengths)
     bin_of[longest_first] = _assign_bins(lengths[longest_first], capacity)
 
     # Number the bins by their first item.
     firsts = np.unique(bin_of, return_index=True)[1]
-    numbers = np.empty_like(firsts)
-    numbers[np.argsort(firsts)] = np.arange(len(firsts))
-    bin_of = numbers[bin_of]
+    bin_of = np.argsort(np.argsort(firsts))[bin_of]
     members = np.argsort(bin_of, kind="stable")
-    ends = np.cumsum(np.bincount(bin_of))
-    return Bins(members, ends)
-
-
-def _check(lengths: NDArray[np.int64], capacity: int) -> None:
-    if capacity < 1:
-        raise ValueError(f"the capacity must be a positive integer, got {capacity}")
-    wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
-    if wrong.size:
-        raise ValueError(
-            f"{wrong.size} of {len(lengths)} lengths are not from 1 to {capacity}, the first at "
-            f"index {wrong[0]}: {lengths[wrong[0]]}; remove these samples, cut them, or raise the "
-            "capacity"
-        )
+    return members, np.append(0, np.cumsum(np.bincount(bin_of)))
 
 
 def _assign_bins(descending: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
@@ -122,9 +85,6 @@ class Bucketed(Ordered):
         batch: samples of a step.
         window: steps whose samples are sorted together. Larger windows pad less, smaller ones
             shuffle better.
-
-    Raises:
-        ValueError: an argument is not positive.
     """
 
     def __init__(
@@ -135,21 +95,14 @@ class Bucketed(Ordered):
         self.seed = seed
         self.batch = batch
         self.window = window
-        if self.size < 1:
-            raise ValueError("an order needs at least one sample, got no lengths")
-        if batch < 1 or window < 1:
-            raise ValueError(
-                f"a step and a window must be 1 or more, got a batch of {batch} and a window "
-                f"of {window}"
-            )
         self._window = lru_cache(maxsize=2)(self._window_indices)
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
+        if not positions.size:
+            return positions, positions
         flat = positions.reshape(-1)
         indices = np.empty_like(flat)
-        if not flat.size:
-            return positions, positions
         epochs, offsets = np.divmod(flat, self.size)
 
         # Find the window of each position, as _window_indices cuts them.
@@ -160,11 +113,9 @@ class Bucketed(Ordered):
         # Epoch and window ascend with the position, so the sorted positions form one run per
         # window.
         ascending = np.argsort(flat, kind="stable")
-        new_epoch = np.diff(epochs[ascending]).astype(bool)
-        new_window = np.diff(windows[ascending]).astype(bool)
-        for run in np.split(ascending, np.flatnonzero(new_epoch | new_window) + 1):
-            first = run[0]
-            begin, row = self._window(int(epochs[first]), int(windows[first]))
+        changes = np.diff(epochs[ascending]) | np.diff(windows[ascending])
+        for run in np.split(ascending, np.flatnonzero(changes) + 1):
+            begin, row = self._window(int(epochs[run[0]]), int(windows[run[0]]))
             indices[run] = row[offsets[run] - begin]
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 

@@ -1,10 +1,11 @@
 """Base class of the tasks on pairs of answers: preferences and rewards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,7 +19,7 @@ from oneloop.tasks.language.answer_rows import (
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair
-from oneloop.tasks.language.sequences import Sample, Samples, paired
+from oneloop.tasks.language.sequences import Sample, Samples, input_tokens, paired
 from oneloop.tasks.language.token_rows import Data
 from oneloop.tasks.light_metrics import Means
 from oneloop.tasks.rows.cached_arrays import Ragged
@@ -58,9 +59,7 @@ class PairTask(LanguageModel):
     """
 
     unit = "samples"
-    last_is_input = False  # whether the last token of an answer counts as an input, too
-    measure: Callable[[NDArray[Any]], NDArray[Any]] | None = None
-    """returns the input tokens of pairs from the tokens of their sides; None: all but the last"""
+    last_is_input = False  # whether the last token of an answer is an input, too
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class PairTask(LanguageModel):
             pairs,
             f"task.length ({self.length:,} tokens)",
             room=2 * self.length if self.packed and split == "train" else 0,
-            lengths=self.measure,
+            measure=filled_tokens if self.last_is_input else input_tokens,
             content=content,
         )
 
@@ -136,6 +135,11 @@ class PairTask(LanguageModel):
             "right": float(margin) > 0,
             "confidence": float(torch.sigmoid(margin.abs())),
         }
+
+
+def filled_tokens(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of input tokens of pairs, whose sides are filled up to one length."""
+    return np.asarray(2 * sizes.max(1))
 
 
 def pair_outputs(

@@ -6,6 +6,7 @@ as its bitwise complement, so that one array holds both kinds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -36,6 +37,16 @@ class Sample(NamedTuple):
     number: int = 0  # that belongs to the group
 
 
+def input_tokens(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of input tokens of each group: all but the last of each document.
+
+    Args:
+        sizes: (groups, size), number of tokens of each document.
+    """
+    return np.asarray(sizes.sum(1) - sizes.shape[1])
+
+
+@dataclass(eq=False)
 class Samples:
     """Groups of documents in one array; each group is a sample, or several are packed into a row.
 
@@ -45,78 +56,64 @@ class Samples:
         tokens: of all documents.
         starts: (documents,), first token of each document.
         stops: (documents,), end of each document.
-        lengths: returns the number of input tokens of each group, (groups,), from the tokens of its
-            documents, (groups, size); None: all tokens but the last of each document.
+        measure: returns the number of input tokens of each group, as :func:`input_tokens`.
         size: documents of a group.
         room: input tokens of a row, into which groups are packed; 0: each group is a sample.
         by_length: whether the samples of a step have similar lengths.
         content: a key of the content (None: unknown).
         notes: log lines about the texts.
         texts: texts of first answers that their tokens do not give back, by start of the document.
-        numbers: (groups,), a number of each group; None: 0.
         cut: (groups,), whether the first answer or the target is cut; None: none is.
         draw: makes what a sample has of each document.
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        stops: NDArray[np.int64],
-        *,
-        lengths: Callable[[NDArray[np.int64]], NDArray[np.int64]] | None = None,
-        size: int = 1,
-        room: int = 0,
-        by_length: bool = True,
-        content: dict[str, Any] | None = None,
-        notes: Sequence[str] = (),
-        texts: Mapping[int, str] | None = None,
-        numbers: NDArray[np.int32] | None = None,
-        cut: NDArray[np.bool_] | None = None,
-        draw: Callable[[NDArray[np.int32]], Any] = np.asarray,
-    ) -> None:
-        self.tokens = tokens
-        self.starts = starts
-        self.stops = stops
-        self.size = size
-        self.room = room
-        self.by_length = by_length and not room
-        self.content = content
-        self.notes = notes
-        self.texts = texts or {}
-        self.cut = cut
-        self.draw = draw
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    stops: NDArray[np.int64]
+    _: KW_ONLY
+    measure: Callable[[NDArray[np.int64]], NDArray[np.int64]] = input_tokens
+    size: int = 1
+    room: int = 0
+    by_length: bool = True
+    content: dict[str, Any] | None = None
+    notes: Sequence[str] = ()
+    texts: Mapping[int, str] = field(default_factory=dict)
+    cut: NDArray[np.bool_] | None = None
+    draw: Callable[[NDArray[np.int32]], Any] = np.asarray
+
+    def __post_init__(self) -> None:
         self.outputs: FrozenOutputs | None = None
-        sizes = self.sizes.reshape(-1, size)
-        self.group_lengths = lengths(sizes) if lengths else sizes.sum(1) - size
-        if numbers is None:
-            numbers = np.broadcast_to(np.int32(0), len(sizes))
-        self.numbers = numbers
+        self.lengths = self.measure(self.sizes.reshape(-1, self.size))
+        """number of input tokens of each group"""
 
         # Pack the groups once, by best-fit decreasing.
-        self.bins = packed(self.group_lengths, room) if room else None
-        self.most = size  # documents of a sample, at most
-        if self.bins is not None:
-            self.most *= int(np.diff(self.bins.ends, prepend=0).max())
+        self.members: Sequence[int] | NDArray[np.int64] = range(len(self.lengths))
+        self.edges: Sequence[int] | NDArray[np.int64] = range(len(self.lengths) + 1)
+        self.most = self.size  # documents of a sample, at most
+        if self.room:
+            self.by_length = False
+            self.members, self.edges = packed(self.lengths, self.room)
+            self.most *= int(np.diff(self.edges).max())
 
     def __len__(self) -> int:
-        return len(self.group_lengths if self.bins is None else self.bins)
+        return len(self.edges) - 1
+
+    def groups(self, index: int) -> Sequence[int] | NDArray[np.int64]:
+        """Return the numbers of the groups of a sample."""
+        return self.members[self.edges[index] : self.edges[index + 1]]
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        groups = np.array([index]) if self.bins is None else self.bins[index]
-        offsets = np.arange(self.size)
-        numbers = (self.size * groups[:, None] + offsets).ravel().tolist()
-        records = []
-        if self.outputs is not None:
-            records = [self.outputs[number] for number in numbers]
+        index = range(len(self))[index]
+        numbers = list[int]()
+        for group in self.groups(index):
+            numbers += range(self.size * group, self.size * (group + 1))
+        start = int(self.starts[numbers[0]])
         return Sample(
             documents=[self.draw(self.document(number)) for number in numbers],
-            is_row=self.bins is not None,
-            records=records,
-            text=self.texts.get(int(self.starts[numbers[0]]), ""),
-            number=int(self.numbers[groups[0]]),
+            is_row=self.room > 0,
+            records=[self.outputs[number] for number in numbers] if self.outputs else (),
+            text=self.texts.get(start, ""),
+            number=int(self.tokens[start - 1]) if self.size == 2 else 0,
         )
 
     def document(self, number: int) -> NDArray[np.int32]:
@@ -127,13 +124,6 @@ class Samples:
     def sizes(self) -> NDArray[np.int64]:
         """Number of tokens of each document."""
         return np.asarray(self.stops - self.starts, dtype=np.int64)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each sample."""
-        if self.bins is None:
-            return self.group_lengths
-        return np.full(len(self), self.room)
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return an order by length within a few steps, unless all samples are equally long.
@@ -152,33 +142,22 @@ class Samples:
         Args:
             record: what is stored for a position.
             targets: store a record for each target; else for each token that has a next one, so
-                that another mask of the targets needs the same records.
+                that another mask of the targets needs the same records, and is the same content.
         """
+        from xxhash import xxh3_128
+
+        # The content is all token ids in order, and the ends of the documents.
+        content = xxh3_128(self.sizes.tobytes())
+        for number in range(len(self.starts)):
+            tokens = self.document(number)
+            content.update((tokens if targets else token_ids(tokens)).data)
         counts = self.sizes - 1
         if targets:
             counts = count_targets(self.tokens, self.starts, self.stops)
         self.outputs = FrozenOutputs(
-            record,
-            counts=counts,
-            lengths=self.sizes,
-            content=self.token_hash(marks=targets),
+            record, counts=counts, lengths=self.sizes, content=content.hexdigest()
         )
         return self.outputs
-
-    def token_hash(self, *, marks: bool) -> str:
-        """Return a hash of all token ids in order, and of the ends of the documents.
-
-        Args:
-            marks: whether it also depends on which tokens are targets.
-        """
-        from xxhash import xxh3_128
-
-        state = xxh3_128(self.sizes.astype("<i8").tobytes())
-        for number in range(len(self.starts)):
-            tokens = self.document(number)
-            values = tokens if marks else token_ids(tokens)
-            state.update(np.ascontiguousarray(values, "<i4").data)
-        return state.hexdigest()
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the content; None if it is unknown."""
@@ -201,18 +180,18 @@ class Samples:
 
     def about(self) -> str | None:
         """Return a log line about the lengths, or about how full the rows are; None: all equal."""
-        lengths = self.group_lengths
-        what = "pairs" if self.size == 2 else "documents"
+        lengths = self.lengths
+        what = f"{len(lengths):,} {'pairs' if self.size == 2 else 'documents'}"
         if self.by_length:
             return (
-                f"{len(lengths):,} {what} of {lengths.mean():.0f} tokens on average, "
-                f"{lengths.max():,} at most, padded"
+                f"{what} of {lengths.mean():.0f} tokens on average, {lengths.max():,} at most, "
+                "padded"
             )
-        if self.bins is None:
+        if not self.room:
             return None
         full = lengths.sum() / (len(self) * self.room)
         return (
-            f"{len(lengths):,} {what} packed into {len(self):,} samples of {self.room:,} tokens, "
+            f"{what} packed into {len(self):,} samples of {self.room:,} tokens, "
             f"{100 * full:.1f} % full, at most {self.most // self.size} per sample; none attends "
             "to another"
         )
@@ -266,7 +245,10 @@ def cut_texts(
     targets = count_targets(values, starts, stops)
     keep = np.flatnonzero(targets)
     if not len(keep):
-        raise ValueError(_why_empty(texts, most))
+        raise ValueError(
+            f"none of {len(ends):,} texts has a token to train on within {most:,} tokens: no "
+            "assistant message, no completion, or one that begins later; raise the length"
+        )
     dropped = len(targets) - len(keep)
     starts = starts[keep]
     stops = stops[keep]
@@ -287,7 +269,7 @@ def cut_texts(
         values,
         starts,
         stops,
-        lengths=lambda sizes: sizes.sum(1) - 1 + special,
+        measure=lambda sizes: input_tokens(sizes) + special,
         room=room,
         notes=[*texts.notes, *lines],
         texts=texts.texts,
@@ -342,7 +324,6 @@ def paired(pairs: Ragged, limit: str, **more: Any) -> Samples:
         size=2,
         notes=pairs.notes,
         texts={start + HEAD: text for start, text in pairs.texts.items()},
-        numbers=pairs.values[head + 1],
         **more,
     )
 
@@ -350,22 +331,7 @@ def paired(pairs: Ragged, limit: str, **more: Any) -> Samples:
 def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the start and the stop of each text in ``texts.values``."""
     stops = np.asarray(texts.ends, dtype=np.int64)
-    return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
-
-
-def _why_empty(texts: Ragged, length: int) -> str:
-    """Return the error message if no sample is left."""
-    total = f"{len(texts.ends):,} texts"
-    # Find the positions of all targets within their texts.
-    starts, stops = ranges(texts)
-    trained = np.flatnonzero(np.asarray(texts.values) >= 0)
-    trained -= starts[np.searchsorted(stops, trained, side="right")]
-    if not len(trained):
-        return f"none of {total} has a token to train on: no assistant message, no completion"
-    return (
-        f"none of {total} has a token to train on within {length:,} tokens; "
-        f"the first one is token {trained.min():,}: raise the length"
-    )
+    return np.append(0, stops)[:-1], stops
 
 
 def count_targets(
@@ -441,7 +407,7 @@ def collated(groups: Sequence[Sample], *, width: int = 0, most: int = 1) -> dict
 
     # Fill up with the total length, so that ``cuts`` of all batches have the same shape.
     missing = len(rows) * (most + 1) + 1 - len(cuts)
-    cuts = np.append(cuts, [len(document)] * missing)
+    cuts = np.pad(cuts, (0, missing), constant_values=len(document))
     batch["cuts"] = torch.from_numpy(cuts.astype(np.int32))
     return batch
 
