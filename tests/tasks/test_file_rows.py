@@ -553,7 +553,7 @@ def test_rows_of_arrow_shards_are_those_of_their_files(tmp_path):
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_a_column_that_some_parquet_files_lack_is_named(tmp_path, lacking):
-    """An optional column would be left out of all files without a word."""
+    """An optional column would be left out of all files, and nothing would say so."""
     for number in range(2):
         table = pa.table({"text": ["a", "b"], "second": ["x", "y"]})
         if number == lacking:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.run.compatibility",
     "oneloop.tools.report.examples",
     "oneloop.show.terminal",
-    "oneloop.tools.after_training.prediction",
+    "oneloop.tools.after_training.evaluate_and_predict",
 )
 
 TASK = '''

@@ -267,13 +267,15 @@ def parted(
             _reject_unlike(words, where)
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
-    if "" in parts or "train" not in parts:
-        lacking = "no training data"
-        if "" in parts:
-            lacking = f"{below(parts[''][0], root)} belongs to no split"
+    if "" in parts:
         raise ValueError(
-            f"{where!r} has files of {there}, but {lacking}; name the training data train.…, or "
-            "put it into a folder train/, or move the others away"
+            f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no split; "
+            "name it train.…, or put it into a folder train/, or move the others away"
+        )
+    if "train" not in parts:
+        raise ValueError(
+            f"{where!r} has files of {there}, but no training data; name it train.…, or put it "
+            "into a folder train/, or move the others away"
         )
     return parts
 
