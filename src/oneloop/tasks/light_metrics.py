@@ -36,9 +36,10 @@ class Means(nn.Module):
 
     def add_counts(self, name: str, *shape: int) -> None:
         """Add integer counts of this shape as an attribute; they are summed over the ranks."""
-        self._defaults[name] = torch.zeros(shape, dtype=torch.int64)
+        zeros = torch.zeros(shape, dtype=torch.int64)
+        self._defaults[name] = zeros
         self._reductions[name] = dim_zero_sum
-        self.register_buffer(name, torch.zeros(shape, dtype=torch.int64))
+        self.register_buffer(name, zeros.clone())
 
     def update(self, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Add a micro-batch, without a host sync.
@@ -58,7 +59,10 @@ class Means(nn.Module):
 
         columns = on_host(torch.stack(self.rows)).T.tolist()
         totals = [*map(rounded_sum, columns)]
-        pairs = zip(totals[::2], totals[1::2], strict=True)
+
+        # Each name has two columns: its values and its weights.
+        values, weights = totals[::2], totals[1::2]
+        pairs = zip(values, weights, strict=True)
         return dict(zip(self.names, pairs, strict=True))
 
     def compute(self) -> dict[str, Any]:

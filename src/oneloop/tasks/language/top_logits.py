@@ -57,7 +57,11 @@ def records(logits: Tensor, record: np.dtype[Any], *, temperature: float) -> NDA
     return made
 
 
-def collated_records(stored: NDArray[Any], is_target: Tensor, vocabulary: int) -> dict[str, Tensor]:
+def collated_records(
+    stored: NDArray[Any],
+    is_target: Tensor,
+    vocabulary: int,
+) -> dict[str, Tensor]:
     """Return the records at the positions of their targets.
 
     Args:
@@ -71,10 +75,21 @@ def collated_records(stored: NDArray[Any], is_target: Tensor, vocabulary: int) -
         vocabulary. Positions without a target have equal probabilities.
     """
     k = stored.dtype["entry"].shape[0]
+
+    # Places without a target keep these entries and equal probabilities.
     buckets = k + int(k < vocabulary)
     entries = torch.arange(k).repeat(*is_target.shape, 1)
     entries[is_target] = torch.from_numpy(stored["entry"].astype(np.int64))
     values = torch.full((*is_target.shape, buckets), -math.log(buckets))
-    with_tail = np.concatenate([stored["logp"], stored["tail"][:, None]], axis=1)
+
+    # The others get those of their records; the tail, which is the last, only if it is needed.
+    tail = stored["tail"][:, None]
+    with_tail = np.concatenate(
+        [stored["logp"], tail],
+        axis=1,
+    )
     values[is_target] = torch.from_numpy(with_tail[:, :buckets])
-    return {"teacher_entry": entries, "teacher": values}
+    return {
+        "teacher_entry": entries,
+        "teacher": values,
+    }
