@@ -19,7 +19,7 @@ from oneloop.tasks.rows.remote.row_group_cache import RowGroupCache
 _REQUESTS = 16
 _PAUSE = 0.02  # seconds between two looks at the plan
 _NAMES = 1 << 14  # groups whose names in the cache are kept
-_END = 2.0  # seconds in which threads end
+_END = 2.0  # seconds in which the threads end, unless a store does not answer
 
 
 class FetchAhead:
@@ -64,8 +64,9 @@ class FetchAhead:
         atexit.unregister(self.close)
         self._step = None
         self._moved.set()
+        until = time.monotonic() + _END
         for thread in self._threads:
-            thread.join(_END)
+            thread.join(max(0.0, until - time.monotonic()))
         # Arrow keeps the memory of threads that have ended.
         pyarrow.default_memory_pool().release_unused()
 
