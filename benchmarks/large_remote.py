@@ -97,8 +97,8 @@ def main() -> None:
             requests = len(server.seen)
     print(
         f"exit code {run.returncode}: {total / 1e9:.2f} GB in {names} names, {sent / 1e9:.2f} GB "
-        f"were sent in {requests:,} requests in {seconds:.0f} s; at most {disk / 1e6:.0f} MB on the disk, and "
-        f"{memory / 1e6:.0f} MB of memory of all processes"
+        f"were sent in {requests:,} requests in {seconds:.0f} s; at most {disk / 1e6:.0f} MB on "
+        f"the disk, and {memory / 1e6:.0f} MB of memory of all processes"
     )
 
 
