@@ -18,8 +18,8 @@ from oneloop.job.model import in_dtype
 from oneloop.optim.optimizers import adamw, build, set_lr
 from oneloop.recipe.key_rules import described
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.language.texts import TextFile
 from oneloop.tasks.rows.find_files import found
+from oneloop.tasks.rows.text_files import TextFile
 from oneloop.tools.run_reader import Curve, read_record
 from silent_cases import ALL, BASE
 from tiny import Ragged, training_flops
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.key_rules",
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.columns",
-    "oneloop.tasks.language.texts",
+    "oneloop.tasks.rows.text_files",
     "oneloop.tasks.rows.arrow_tables",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.open_data",

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.parse",
     "oneloop.run.environment",
     "oneloop.tasks.docstring_pairs",
-    "oneloop.tasks.language.texts",
+    "oneloop.tasks.rows.text_files",
     "oneloop.train",
 )
 
@@ -91,7 +91,7 @@ SGD = [
 
 @pytest.fixture
 def corpus(tmp_path):
-    from oneloop.tasks.language.texts import stdlib
+    from oneloop.tasks.rows.text_files import stdlib
 
     (tmp_path / "corpus").mkdir()
     for number, document in enumerate(stdlib()[:120]):

@@ -10,7 +10,7 @@ from oneloop.tasks.causal_lm import CausalLM
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.causal_lm",
-    "oneloop.tasks.language.texts",
+    "oneloop.tasks.rows.text_files",
     "oneloop.tasks.rows.find_files",
 )
 

@@ -14,7 +14,6 @@ from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.models import SCRATCH
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Samples, cut_blocks
-from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import (
     END_OF_TEXT,
     byte_tokenizer,
@@ -25,6 +24,7 @@ from oneloop.tasks.language.tokens import (
 )
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Data
+from oneloop.tasks.rows.text_files import STDLIB
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8

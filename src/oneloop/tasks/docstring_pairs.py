@@ -4,7 +4,7 @@ import ast
 import warnings
 from collections.abc import Iterator
 
-from oneloop.tasks.language.texts import held_out, stdlib
+from oneloop.tasks.rows.text_files import held_out_files, stdlib
 
 
 def docstring_pairs() -> dict[str, list[tuple[str, str]]]:
@@ -13,7 +13,7 @@ def docstring_pairs() -> dict[str, list[tuple[str, str]]]:
     Only functions with at least two more lines count. No file is in two splits.
     """
     pairs: dict[str, list[tuple[str, str]]] = {}
-    for split, files in held_out(stdlib(), percent=10).items():
+    for split, files in held_out_files(stdlib(), percent=10).items():
         pairs[split] = []
         for file in files:
             pairs[split] += _functions(file.text)

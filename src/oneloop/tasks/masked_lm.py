@@ -17,11 +17,11 @@ from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import from_scratch
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, cut_texts
-from oneloop.tasks.language.texts import STDLIB
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Data
+from oneloop.tasks.rows.text_files import STDLIB
 from oneloop.tasks.unread_masks import leave_masks_unread
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`

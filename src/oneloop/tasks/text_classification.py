@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.labels import OneClass
-from oneloop.tasks.language.texts import TextFile, held_out, stdlib
+from oneloop.tasks.rows.text_files import TextFile, held_out_files, stdlib
 from oneloop.tasks.text_rows import TextRows
 
 
@@ -87,7 +87,7 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
 
     # Cut them into snippets, without blank lines.
     splits: dict[str, list[tuple[str, str]]] = {}
-    for split, own in held_out(chosen, percent=10).items():
+    for split, own in held_out_files(chosen, percent=10).items():
         splits[split] = []
         for file in own:
             package = _package(file)

@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.columns import values_of
+from oneloop.tasks.columns import check_texts, values_of
 from oneloop.tasks.language.language_model import LanguageModel, ModelSettings, is_packed
-from oneloop.tasks.language.texts import open_all_texts, open_texts
 from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.find_files import KINDS_OF_TEXTS
 from oneloop.tasks.rows.open_data import (
     Data,
     Source,
@@ -22,12 +22,15 @@ from oneloop.tasks.rows.open_data import (
     local_only,
     named_sources,
     notes_of,
+    opened,
     skipped_rows,
+    whole,
 )
 from oneloop.tasks.rows.rows import Row
 
 Encode = Callable[[str], NDArray[np.int32]]
 Pack = Literal["concat", "packed", "padded"]
+_CHECK = partial(check_texts, key="column")
 
 
 class RawTexts(LanguageModel):
@@ -76,7 +79,7 @@ class RawTexts(LanguageModel):
             data, {"column": column}, unreadable=unreadable, split_by=split_by, remote=False
         )
         for source in self._sources:
-            open_texts(source, share=held_out, window=window)
+            opened(source, held_out=held_out, window=window, kinds=KINDS_OF_TEXTS, check=_CHECK)
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
 
@@ -118,8 +121,10 @@ class RawTexts(LanguageModel):
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         local_only(data)
-        source = Source(data, {"column": self.column})
-        open_all_texts(source, window=self.window)
+        source = whole(
+            Source(data, {"column": self.column}), window=self.window, kinds=KINDS_OF_TEXTS
+        )
+        _CHECK([source])
         return self._samples(*self._tokens(source.parts["all"], self.column, "texts"), "texts")
 
 

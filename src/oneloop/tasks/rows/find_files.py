@@ -25,6 +25,7 @@ KINDS = {
 }
 """kind of file by suffix"""
 KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
+KINDS_OF_TEXTS = ("parquet", "arrow", "json", "csv", "tsv", "text")
 SPLITS = {
     "train": "train",
     "training": "train",

@@ -24,6 +24,14 @@ from oneloop.tasks.rows.remote.data_sets import local_only as local_only
 from oneloop.tasks.rows.remote_checks import Check, is_remote, sample_notes, while_reading
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
+from oneloop.tasks.rows.text_files import (
+    STDLIB,
+    TextFile,
+    TextFiles,
+    cut_ends,
+    held_out_files,
+    stdlib,
+)
 
 Data = str | list[dict[str, Any]]
 """a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
@@ -32,6 +40,7 @@ Unreadable = Literal["stop", "skip"]
 """what to do with a row that cannot be read"""
 SplitBy = Literal["rows", "groups"]
 """what is drawn for missing splits: rows, or whole row groups of Parquet files"""
+_FEW = 3  # fewer text files cannot be divided into training, validation and test
 
 
 @dataclass
@@ -178,9 +187,18 @@ def opened(
     source.parts = dict(splits)
     if check:
         check([source])
-    if source.split_by == "groups" and "validation" not in splits:
-        source.parts = divided_by_groups(splits, held_out, source.unusable)
-        return source
+    if "validation" not in splits:
+        if source.split_by == "groups":
+            source.parts = divided_by_groups(splits, held_out, source.unusable)
+            return source
+        training = splits["train" if "train" in splits else ""]
+        if isinstance(training, TextFiles) and len(training) < _FEW:
+            source.parts = cut_ends(training, held_out, splits.get("test"))
+            source.notes.append(
+                f"{source.where}: the end of each file is held out, because {len(training)} cannot "
+                "be divided; see task.held_out"
+            )
+            return source
     source.parts = divided(
         splits,
         held_out,
@@ -261,6 +279,9 @@ def _rows_of(
         source.skipped.clear()
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     where = source.where
+    if where == STDLIB and "text" in kinds:
+        named = {"": stdlib()} if whole else held_out_files(stdlib())
+        return {split: TextFiles(files, *columns) for split, files in named.items()}
     if is_hub(where) and not source.stream:
         return hub(where[3:], columns)
     try:
@@ -281,6 +302,9 @@ def _rows_of(
                 splits |= of_split.rows(columns, window=window)
             elif files.kind == "parquet":
                 splits |= parquets(of_split, columns, window=window)
+            elif files.kind == "text":
+                texts = [TextFile(path, files.root) for path in files.parts[split]]
+                splits[split] = TextFiles(texts, *columns)
             else:
                 splits[split] = table_of(files, split, columns, source.skipped)
         except NoColumn as error:

@@ -1,22 +1,17 @@
-"""Texts for language models: a column of rows, files of text, and Python's standard library."""
+"""Texts for language models: files of text as rows, and Python's standard library."""
 
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, key_of
-from oneloop.tasks.rows.find_files import found
-from oneloop.tasks.rows.open_data import Source, checked, opened, whole
-from oneloop.tasks.rows.row_group_splits import check_split_by
-from oneloop.tasks.rows.rows import Row, divided
+from oneloop.tasks.rows.rows import Row
 
 STDLIB = "stdlib"
 """value of ``task.data`` for the source of Python's standard library"""
@@ -30,8 +25,6 @@ _EXCLUDED = {
     "ensurepip",
     "turtledemo",
 }
-_TABLES = ("parquet", "arrow", "json", "csv", "tsv")
-_FEW = 3  # fewer files cannot be divided into training, validation and test
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class TextFile:
 
 
 class TextFiles:
-    """Rows of which each is a text file, or a part of one (see ``Rows`` of :mod:`.rows.rows`).
+    """Rows of which each is a text file, or a part of one (:class:`oneloop.tasks.rows.rows.Rows`).
 
     Args:
         files: the files.
@@ -123,7 +116,7 @@ def stdlib() -> list[TextFile]:
     return [TextFile(path, root) for path in files]
 
 
-def held_out(files: Sequence[TextFile], *, percent: float = 5) -> dict[str, list[TextFile]]:
+def held_out_files(files: Sequence[TextFile], *, percent: float = 5) -> dict[str, list[TextFile]]:
     """Divide files into train, validation and test; ``percent`` for each of the last two.
 
     A checksum of the name decides, so that the splits are the same on every machine.
@@ -140,76 +133,7 @@ def held_out(files: Sequence[TextFile], *, percent: float = 5) -> dict[str, list
     return splits
 
 
-def open_texts(source: Source, *, share: float, window: int) -> None:
-    """Open the texts of a source: rows with a column of texts, by split.
-
-    Args:
-        source: is changed: its ``parts`` and its ``notes``.
-        share: share of the texts for each missing split.
-        window: megabytes of parquet rows in memory.
-
-    Raises:
-        ValueError: the source cannot be used.
-    """
-    checked(share, window)
-    splits = _text_files(source)
-    if splits is None:
-        check = partial(check_texts, key="column")
-        opened(source, held_out=share, window=window, kinds=_TABLES, check=check)
-        return
-    check_split_by(source.where, splits, source.split_by)
-    training = splits.get("train") or splits[""]
-    if source.where == STDLIB:
-        for name, files in held_out(training.files).items():
-            source.parts[name] = TextFiles(files, training.column)
-    elif "validation" in splits or len(training) >= _FEW:
-        source.parts = divided(splits, share, text=training.column, notes=source.notes)
-    else:
-        source.parts = _cut(training, share, splits.get("test"))
-        source.notes.append(
-            f"{source.where}: the end of each file is held out, because {len(training)} cannot be "
-            "divided; see task.held_out"
-        )
-
-
-def open_all_texts(source: Source, *, window: int) -> None:
-    """Open all texts of a source, in file order, as the part ``all``.
-
-    Args:
-        source: is changed: its ``parts``.
-        window: megabytes of parquet rows in memory.
-
-    Raises:
-        ValueError: the source cannot be used.
-    """
-    splits = _text_files(source, whole=True)
-    if splits is None:
-        check_texts([whole(source, window=window, kinds=_TABLES)], "column")
-    else:
-        source.parts = {"all": splits[""]}
-
-
-def _text_files(source: Source, *, whole: bool = False) -> dict[str, TextFiles] | None:
-    """Return the text files of a source as rows, by split; None if it has rows of tables."""
-    column = source.columns["column"]
-    if source.where == STDLIB:
-        return {"": TextFiles(stdlib(), column)}
-    if source.where.startswith("hf:"):
-        return None
-    try:
-        files = found(source.where, [*_TABLES, "text"], whole=whole)
-    except ValueError as error:
-        raise ValueError(f"task.data: {error}") from error
-    if files.kind != "text":
-        return None
-    source.notes += files.notes
-    splits = {}
-    for split, paths in files.parts.items():
-        splits[split] = TextFiles([TextFile(path, files.root) for path in paths], column)
-    return splits
-
-
-def _cut(training: TextFiles, share: float, test: TextFiles | None) -> dict[str, TextFiles]:
+def cut_ends(training: TextFiles, share: float, test: Any) -> dict[str, Any]:
     """Return splits of which validation and test are the ends of the training texts.
 
     Args:
