@@ -21,7 +21,7 @@ from oneloop.recipe.parse import parser, read, recipe
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows import csv_json_lines
 from oneloop.tasks.rows import text_tables as tables
-from oneloop.tasks.rows.arrow_tables import tables as of_files
+from oneloop.tasks.rows.arrow_tables import table_of
 from oneloop.tasks.rows.cache import content_of
 from oneloop.tasks.rows.find_files import found
 from oneloop.tools.after_training.trained_model import recipe_of
@@ -274,7 +274,7 @@ def test_a_quote_that_is_not_closed_is_an_error(tmp_path, monkeypatch, rows):
     (tmp_path / "rows.csv").write_text("x,y\n" + rows)
     there = found(str(tmp_path / "rows.csv"), ["csv"])
     with pytest.raises(ValueError, match=r"rows\.csv, line \d: the file ends within a quoted text"):
-        of_files(there, ["x", "y"])
+        table_of(there, "", ["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.csv").write_text("x,y\n" + rows)
     there = found(str(tmp_path / "rows.csv"), ["csv"])
-    assert len(of_files(there, ["x", "y"])[""])
+    assert len(table_of(there, "", ["x", "y"]))
 
 
 @pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
@@ -294,7 +294,7 @@ def test_a_last_block_of_blank_lines_is_no_error(tmp_path, monkeypatch, ending, 
     rows = "".join(f"text {number}{between}{number}\n" for number in range(10))
     file = tmp_path / f"rows.{ending}"
     file.write_text(f"text{between}label\n{rows}" + "\n" * 400)
-    assert len(of_files(found(str(file), [ending]), ["text", "label"])[""]) == 10
+    assert len(table_of(found(str(file), [ending]), "", ["text", "label"])) == 10
 
 
 def test_an_image_with_too_many_pixels_is_not_decoded():
@@ -358,7 +358,7 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content,
     (tmp_path / "data" / "b.jsonl").write_bytes(content)
     there = found(str(tmp_path / "data"), ["json"])
     with pytest.raises(ValueError, match=expected_text):
-        of_files(there, ["text"])
+        table_of(there, "", ["text"])
 
 
 def rows_of(place, *lines):
@@ -366,10 +366,8 @@ def rows_of(place, *lines):
         "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
     )
     there = found(str(place), ["json"])
-    return of_files(
-        there,
-        [name for name in ("text", "label", "words", "messages") if name in place.read_text()],
-    )[""]
+    columns = [name for name in ("text", "label", "words", "messages") if name in place.read_text()]
+    return table_of(there, "", columns)
 
 
 def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatch):

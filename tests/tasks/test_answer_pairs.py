@@ -24,7 +24,7 @@ from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
 from oneloop.tasks.packaged_rows import PackagedRows
 from oneloop.tasks.preference import RECORD, Preference
 from oneloop.tasks.reward import Reward
-from oneloop.tasks.rows.cached_arrays import Ragged, make_shard
+from oneloop.tasks.rows.cached_arrays import Ragged, make_row
 from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
@@ -215,10 +215,10 @@ def test_answers_are_cut_at_their_ends_or_the_pair_is_dropped():
     assert np.array_equal(chosen, whole[: length + 1]) and np.array_equal(rejected, short)
     for overlong in ("cut", "drop"):
         make = partial(pair_of, length=length, overlong=overlong)
-        [array], _, remarks, _ = make_shard([row], make, range(1))
+        array, _, remarks = make_row([row], make, 0)
         limit = f"task.length ({length + 1} tokens)"
         subject = f"are longer than {limit}; task.overlong is {overlong}"
-        assert remarks == {subject: [1, 0, f"{len(whole)} tokens"]}
+        assert remarks == {subject: (f"{len(whole)} tokens", "")}
     assert len(array) == 0
     assert len(pair_of(row, length=length - 1, overlong="drop")) == 0
     fits = pair_of(row, length=len(whole) - 1, overlong="drop")

@@ -120,8 +120,8 @@ def test_a_row_whose_end_is_unknown_cannot_be_skipped(tmp_path, monkeypatch, bad
 
 def test_an_open_quote_in_the_last_line_is_one_row(tmp_path):
     rows = read(write(tmp_path / "a.csv", 'text,label\na,b\n"c,d'))
-    assert [row.values for row in rows] == [{"text": "a", "label": "b"}, None]
-    assert rows[1].line == 3 and "not closed" in rows[1].why
+    assert [row.values for row in rows] == [{"text": "a", "label": "b"}, {}]
+    assert rows[1].line == 3 and "not closed" in rows[1].bad[None]
 
 
 def test_a_list_that_is_cut_is_no_single_row(tmp_path, monkeypatch):

@@ -83,7 +83,7 @@ def test_labels_stay_text(tmp_path, labels, classes, ending):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("000.png", r"names 000\.png twice, with label 'a' and label 'b'"),
+        ("000.png", r"names 000\.png twice, with {'label': 'a'} and {'label': 'b'}"),
         ("./000.png", r"names \./000\.png twice"),
         ("sub/../000.png", r"twice"),
         ("999.png", r"names 999\.png, which does not exist"),

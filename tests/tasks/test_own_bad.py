@@ -18,7 +18,7 @@ from pyarrow import parquet
 from failing_disks import full_disk
 from oneloop.basics.exit_codes import BadInput
 from oneloop.tasks.language.tokens import ending_tokenizer
-from oneloop.tasks.rows.arrow_tables import tables
+from oneloop.tasks.rows.arrow_tables import table_of
 from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.find_files import found as found_files
 from oneloop.tasks.rows.open_data import named_sources, opened
@@ -575,7 +575,7 @@ def test_half_of_a_converted_file_is_made_again(tmp_path, monkeypatch, damage):
     (tmp_path / "rows.csv").write_text("x,y\na,1\nb,2\n")
 
     def contents():
-        table = tables(found_files(str(tmp_path / "rows.csv"), ["csv"]), ["x", "y"])[""]
+        table = table_of(found_files(str(tmp_path / "rows.csv"), ["csv"]), "", ["x", "y"])
         return [table[index] for index in range(len(table))]
 
     right = contents()
@@ -595,8 +595,8 @@ def test_a_full_disk_names_the_cache_and_its_variable(tmp_path, monkeypatch):
     csv = found_files(str(tmp_path / "rows.csv"), ["csv"])
     fillers = {
         "made/": (made_of_few, 100),
-        "checksums/": (lambda: tables(csv, ["x"]), 0),
-        "tables/": (lambda: tables(csv, ["x"]), 300),
+        "checksums/": (lambda: table_of(csv, "", ["x"]), 0),
+        "tables/": (lambda: table_of(csv, "", ["x"]), 300),
         "bpe/": (lambda: ending_tokenizer(["text"], 300, cache_key="text"), 300),
     }
     for name, (fill, size) in fillers.items():

@@ -220,7 +220,7 @@ def test_kept_texts_are_those_of_their_arrays_in_all_shards(tmp_path):
         return np.full(1 + number % 3, number, np.int32)
 
     for _ in range(2):
-        made = ragged(source.parts["train"], make, made_by=1, what="a test", shard=6, skip=True)
+        made = ragged(source.parts["train"], make, made_by=1, what="a test", chunk=6, skip=True)
         found = {int(made.values[start]): text for start, text in made.texts.items()}
         assert found == {number: f"no {number}" for number in range(0, 20, 3)}
         [line] = made.notes

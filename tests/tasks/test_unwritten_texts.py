@@ -14,7 +14,7 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation, encoded
 from oneloop.tasks.preference import Preference
 from oneloop.tasks.reward import Reward
-from oneloop.tasks.rows.cached_arrays import make_shard, ragged
+from oneloop.tasks.rows.cached_arrays import make_row, ragged
 from oneloop.tasks.sft import SFT
 
 pytestmark = pytest.mark.covers(
@@ -87,13 +87,12 @@ def found(jinja: str, messages: Any, tools: Any = None) -> tuple[list[str], dict
     tokenizer = tokenizer_with(CHATML, jinja)
     chat = Chat(tokenizer)
     rows = [conversation(messages)]
-    _, errors, remarks, _ = make_shard(rows, lambda row: chat.encode(row, tools), range(1))
+    _, error, remarks = make_row(rows, lambda row: chat.encode(row, tools), 0)
     examples = {}
-    for subject, (count, index, example) in remarks.items():
-        assert (count, index) == (1, 0)
+    for subject, (example, _) in remarks.items():
         what = subject.removeprefix("have ").removesuffix(" that the chat template does not write")
         examples[what] = example
-    return [why for _, why in errors], examples
+    return [error] if error else [], examples
 
 
 NO_TOOL = template(calls=CALL, tools=TOOLS, only="m['role'] != 'tool'")
@@ -292,8 +291,8 @@ def test_templates_of_trl_write_system_prompts_and_long_conversations(name):
     family = FAMILIES[name]
     chat = Chat(tokenizer_with(family.special, of_trl(family.training), begin=family.begin))
     for messages in ([SYSTEM, *turns("a", "b", "c", "d")], turns("<|x|> ", "a\nb", "a", "a")):
-        _, errors, remarks, _ = make_shard([messages], chat.encode, range(1))
-        assert not errors and not remarks
+        _, error, remarks = make_row([messages], chat.encode, 0)
+        assert not error and not remarks
 
 
 def test_a_long_text_is_shortened():
@@ -337,7 +336,7 @@ def test_a_line_counts_the_rows_also_from_the_cache_and_on_several_processes(tmp
         lambda row: encode(row, task._sources[0].columns, task.tokenizer, task._chat),
         made_by="a test",
         what="a test",
-        shard=5,
+        chunk=5,
     ).notes
     assert notes == [f"warning: 5 of 24 {line}"]
 

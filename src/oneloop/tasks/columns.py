@@ -10,7 +10,7 @@ import numpy as np
 from oneloop.tasks.rows.arrow_tables import with_texts
 from oneloop.tasks.rows.cache import cached_json, key_of, rows_content
 from oneloop.tasks.rows.image_rows import empty_classes, loose_images
-from oneloop.tasks.rows.images import checked_images, is_image
+from oneloop.tasks.rows.images import TURNED, checked_images, is_image
 from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
@@ -173,37 +173,34 @@ def _problem_of_row(columns: Sequence[str], problem: Callable[..., str], row: Ro
     return why and f": {why}"
 
 
-def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | None) -> None:
+def check_images(sources: Sequence[Source], *, limit: int) -> None:
     """Decode all images once, and note what is unusual about them.
 
     Args:
-        sources: their ``unusable`` gets the rows whose images cannot be used.
+        sources: their ``unusable`` gets the rows whose images cannot be used. If such rows are
+            skipped, their ``skipped`` gets positions and reasons.
         limit: maximum pixels of an image.
-        skipped: gets the positions and reasons of these rows, which are left out of the splits;
-            None: they are an error.
 
     Raises:
-        ValueError: images cannot be used, and ``skipped`` is None.
+        ValueError: images cannot be used, and are not skipped.
     """
     check_image_types(sources)
     for source in sources:
         # Decode the images of all splits.
         count = 0
         converted = Counter[str]()
-        turned = 0
         bad = list[tuple[str, str]]()  # position and reason
         for split, all_rows in source.parts.items():
             rows = sampled(all_rows)
-            if is_remote(rows):
-                source.skipped = None if skipped is None else []
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
             count += len(rows)
-            if is_remote(rows) and skipped is not None:
+            if is_remote(rows) and source.skipped is not None:
                 continue  # they are left out while they are read
-            source.unusable[split] = checked.indices
-            bad += [(rows.where(index), why) for index, why in checked.unusable]
-            converted += Counter(checked.converted)
-            turned += checked.turned
+            source.unusable[split] = np.array([index for index, _ in checked.skipped], np.int64)
+            bad += [(rows.where(index), why) for index, why in checked.skipped]
+            for kind, (images, *_) in sorted(checked.remarks.items()):
+                converted[kind] += images
+        turned = converted.pop(TURNED, 0)
         empty = [*map(str, empty_classes(source.found))]
 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
@@ -214,17 +211,13 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             findings.unusable += bad + loose
             findings.converted += converted
             findings.empty += empty
-        elif bad and skipped is None:
+        elif source.skipped is not None:
+            source.skipped += map(": ".join, bad)
+        elif bad:
             raise ValueError(
                 f"{len(bad):,} of {count:,} images cannot be used, the first: "
                 f"{': '.join(bad[0])}; oneloop check {source.where} lists all; remove them, or set "
                 "task.unreadable skip"
-            )
-        elif bad and skipped is not None:
-            skipped += map(": ".join, bad)
-            source.notes.append(
-                f"{len(bad):,} of {count:,} images are skipped and listed in environment.json; "
-                f"the first: {': '.join(bad[0])}"
             )
 
         # Note what training does not stop for.

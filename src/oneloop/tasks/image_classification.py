@@ -38,6 +38,7 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     opened,
     sets_of,
+    skipped_rows,
     whole,
 )
 from oneloop.tasks.rows.rows import Mapped
@@ -140,14 +141,18 @@ class ImageClassification(OneClass, SplitSets):
         # Open the data. Every image is decoded once, before the rows are split.
         keys = self.keys
         limit = keys.pixel_limit
-        skipped = self.skipped_rows if keys.unreadable == "skip" else None
-        check = partial(check_images, limit=limit, skipped=skipped)
+        check = partial(check_images, limit=limit)
         label = "label" if isinstance(data, str) else ""  # another source may train a class
-        open_ = partial(
-            opened, held_out=keys.held_out, window=keys.window, check=check, label=label
+        sources = named_sources(
+            data,
+            self.columns,
+            unreadable=keys.unreadable,
+            split_by=keys.split_by,
+            stream=keys.stream,
         )
-        named = named_sources(data, self.columns, split_by=keys.split_by, stream=keys.stream)
-        sources = [open_(source) for source in named]
+        for source in sources:
+            opened(source, held_out=keys.held_out, window=keys.window, check=check, label=label)
+        self.skipped_rows = skipped_rows(sources)
 
         # The labels are class probabilities, or classes.
         numbers: Mapping[str, Callable[[Any], Any]]

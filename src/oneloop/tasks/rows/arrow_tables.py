@@ -39,14 +39,21 @@ class Table:
         dataset: the data set.
         content: its fingerprint.
         names: names of its files in messages, by number of the first row.
+        numbers: number of each row in the files; None: these are all rows.
     """
 
-    def __init__(self, dataset: Any, content: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        content: Mapping[str, Any],
+        names: Mapping[int, str],
+        numbers: NDArray[np.int64] | None = None,
+    ) -> None:
         self.dataset = dataset
         self.types = dict(plain_features(dataset.features))
         self.content = content
         self.names = names
-        self._first = 0  # row of the files with which ``dataset`` begins
+        self._numbers = np.arange(len(dataset)) if numbers is None else numbers
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -57,10 +64,7 @@ class Table:
         return {name: value_of(value, kinds[name]) for name, value in row.items()}
 
     def where(self, index: int) -> str:
-        # Report the row of the file, also after select().
-        mapping = self.dataset._indices
-        row = int(index) if mapping is None else mapping.column(0)[int(index)].as_py()
-        row += self._first
+        row = int(self._numbers[index])
         first = max(first for first in self.names if first <= row)
         return f"{self.names[first]}, row {row - first}"
 
@@ -70,27 +74,25 @@ class Table:
     def values(self, column: str) -> Iterator[Any]:
         """Yield the column as Arrow arrays, in row order; objects as JSON text."""
         plain = self.dataset.with_format("arrow", columns=[column])
-        for start in range(0, len(self), _BATCH):
-            array = plain[start : start + _BATCH][column].combine_chunks()
-            yield decoded_column(array, self.types[column])
+        for batch in plain.iter(_BATCH):
+            yield decoded_column(batch[column].combine_chunks(), self.types[column])
 
     def select(self, indices: NDArray[np.int64]) -> "Table":
-        dataset = self.dataset.select(indices)
-        made = Table(dataset, {**self.content, "rows": numbers_key(indices)}, self.names)
-        # ``datasets`` cuts consecutive rows out, and then has no indices.
-        made._first = self._first
-        if dataset._indices is None and len(indices):
-            made._first += int(indices[0])
-        return made
+        content = {**self.content, "rows": numbers_key(indices)}
+        return Table(self.dataset.select(indices), content, self.names, self._numbers[indices])
 
 
-def tables(
-    found: Found[Path], columns: Sequence[str] | None, *, skipped: list[str] | None = None
-) -> dict[str, Table]:
-    """Return the files' rows by split; JSON Lines and CSV are converted once, in the cache.
+def table_of(
+    found: Found[Path],
+    split: str,
+    columns: Sequence[str] | None,
+    skipped: list[str] | None = None,
+) -> Table:
+    """Return the rows of one split; JSON Lines and CSV are converted once, in the cache.
 
     Args:
         found: the files.
+        split: name of the split.
         columns: the columns to keep; None: all, except those of images.
         skipped: gets the positions and reasons of the rows that cannot be read, which are left
             out; None: they are an error.
@@ -98,18 +100,11 @@ def tables(
     Raises:
         ValueError: a file or row cannot be read, or a column is missing.
     """
-    return {split: table_of(found, split, columns, skipped) for split in found.parts}
-
-
-def table_of(
-    found: Found[Path], split: str, columns: Sequence[str] | None, skipped: list[str] | None
-) -> Table:
-    """Return the rows of one split; see :func:`tables`."""
     files = found.parts[split]
     name = str(files[0] if len(files) == 1 else found.root)
     described = [*files]
     if found.kind == "image":
-        described += metadata_files(found).values()
+        described += metadata_files(found)
     content = content_of(described, found.root)
     # Results for labels that are not the names of the images' own folders are cached separately.
     if found.regrouped:

@@ -1,11 +1,12 @@
 """Arrays of different lengths: computed once per row on all cores, cached and memory-mapped."""
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.progress import tracked
+from oneloop.basics.progress import Working
 from oneloop.basics.system.processes import die_with, usable_cores
 from oneloop.basics.system.signals import on_stops
 from oneloop.basics.system.start_methods import spawns, start_context
@@ -25,16 +26,9 @@ from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-# arrays of a shard's rows; index and error of each invalid row; of each subject of remarks the
-# number of rows, and index and example of the first one; and kept texts after the starts of their
-# arrays
-ShardResult = tuple[
-    list[Any],
-    list[tuple[int, str]],
-    dict[str, Any],
-    list[tuple[int, str]],
-]
-_SHARD = 2000  # rows per task of a worker process
+# array of a row, None if it is invalid; its error; and example and text of each subject of remarks
+MadeRow = tuple[Any, str, Mapping[str, tuple[str, str]]]
+_CHUNK = 2000  # rows per task of a worker process
 WARNED = 0.1  # share of rows from which a line about them is a warning
 
 
@@ -45,7 +39,9 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
-    notes: Sequence[str] = ()  # log lines about the rows
+    # of each subject of remarks, number of rows, and index and example of the first one
+    remarks: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()  # log lines about the remarks
     texts: Mapping[int, str] = field(default_factory=dict)  # kept texts by the start of the array
 
 
@@ -87,7 +83,7 @@ def ragged(
     what: str,
     skip: bool = False,
     empty: bool = False,
-    shard: int = _SHARD,
+    chunk: int = _CHUNK,
 ) -> Ragged:
     """Return the arrays that ``make`` returns for each row, cached by the rows' content.
 
@@ -100,7 +96,7 @@ def ragged(
         what: label of the progress bar.
         skip: omit invalid rows, unless every row is invalid.
         empty: with ``skip``, omit them even then.
-        shard: rows per task of a process.
+        chunk: rows per task of a process.
 
     Raises:
         ValueError: a row is invalid, with its position.
@@ -116,7 +112,7 @@ def ragged(
             delete(draft, inside=path.parent)
             draft.mkdir()
             try:
-                _write_arrays(rows, make, draft, what, allowed=allowed, shard=shard)
+                _write_arrays(rows, make, draft, what, allowed=allowed, chunk=chunk)
                 delete(path, inside=path.parent)
                 draft.rename(path)
             finally:
@@ -143,116 +139,101 @@ def _read(folder: Path, rows: Rows) -> Ragged | None:
             values = np.memmap(folder / "values.bin", np.int32, "r", shape=ends[-1])
         skipped, remarks, texts = json.loads((folder / "rows.json").read_text())
         notes = remark_lines(remarks, len(ends), rows)
-        return Ragged(values, ends, skipped, notes, dict(texts))
+        return Ragged(values, ends, skipped, remarks, notes, dict(texts))
     except (OSError, ValueError, EOFError):
         return None
 
 
 def _write_arrays(
-    rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
+    rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, chunk: int
 ) -> None:
     """Write values.bin, ends.npy and rows.json; stop above ``allowed`` invalid rows."""
-    shards = []
-    for start in range(0, len(rows), shard):
-        shards.append(range(start, min(start + shard, len(rows))))
     lengths = list[int]()
     skipped = list[tuple[int, str]]()
     remarks = dict[str, Any]()
     texts = list[tuple[int, str]]()
-    with (folder / "values.bin").open("wb") as file:
-        made = tracked(in_order(rows, make, shards), what, total=len(shards))
-        for arrays, invalid, found, kept in made:
-            skipped += invalid
-            for subject, (count, *first) in found.items():
-                remarks.setdefault(subject, [0, *first])[0] += count
-            written = file.tell() // 4  # numbers
-            texts += [(written + start, text) for start, text in kept]
-            if len(skipped) > allowed:
-                raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
-            lengths += [len(array) for array in arrays]
-            if arrays:
-                # np.tofile would not say that the disk is full
-                file.write(np.concatenate(arrays).data)
+    chunks = math.ceil(len(rows) / chunk)
+    with (folder / "values.bin").open("wb") as file, Working(what, total=chunks) as bar:
+        for index, (array, why, of_row) in enumerate(in_order(rows, make, chunk)):
+            if index % chunk == 0:
+                bar.advance()
+            if array is None:
+                skipped.append((index, why))
+                if len(skipped) > allowed:
+                    raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
+                continue
+            for subject, (example, text) in of_row.items():
+                remarks.setdefault(subject, [0, index, example])[0] += 1
+                if text:
+                    texts.append((file.tell() // array.itemsize, text))
+            lengths.append(len(array))
+            file.write(array.tobytes())  # np.tofile would not say that the disk is full
     (folder / "rows.json").write_text(json.dumps([skipped, remarks, texts]))
     content = BytesIO()
     np.save(content, np.cumsum(lengths, dtype=np.int64))
     (folder / "ends.npy").write_bytes(content.getvalue())
 
 
-def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iterator[ShardResult]:
-    """Yield the results of ``make`` for the rows of each shard, computed on all cores.
+def in_order(rows: Any, make: Callable[[Any], Any], chunk: int) -> Iterator[MadeRow]:
+    """Yield the result of ``make`` for each row, computed on all cores.
 
     Args:
         rows: a sequence of rows.
         make: converts a row; a ValueError marks the row as invalid.
-        shards: indices of the rows of each task.
+        chunk: rows per task of a process.
     """
-    cores = min(usable_cores(), len(shards))
+    cores = min(usable_cores(), math.ceil(len(rows) / chunk))
+    make_index = partial(make_row, rows, make)
+    indices = range(len(rows))
     # A daemon may not start processes.
-    here = partial(make_shard, rows, make)
-    if cores == 1 or multiprocessing.current_process().daemon or not _can_send(rows, make):
-        yield from map(here, shards)
+    if cores < 2 or multiprocessing.current_process().daemon or not _can_send(make_index):
+        yield from map(make_index, indices)
         return
 
     pool = ProcessPoolExecutor(
         cores,
         start_context(alone=True),
         initializer=_begin_worker,
-        initargs=(os.getpid(), rows, make),
+        initargs=(os.getpid(), make_index),
     )
     with pool:
         try:
-            yield from pool.map(_make_here, shards)
+            yield from pool.map(_make_here, indices, chunksize=chunk)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _can_send(rows: Any, make: Callable[[Any], Any]) -> bool:
-    """Return whether the processes of a pool get the rows and the function."""
+def _can_send(make_index: Callable[[int], MadeRow]) -> bool:
+    """Return whether the processes of a pool get the function with its rows."""
     if not spawns():
         return True
     try:
         # The processes do not import a script that is running, which may have no guard.
-        return b"__main__" not in pickle.dumps((rows, make))
+        return b"__main__" not in pickle.dumps(make_index)
     except (AttributeError, TypeError, pickle.PicklingError):
         return False
 
 
-_given: list[Any] = []  # in a process of the pool: its rows and function
+_given: list[Callable[[int], MadeRow]] = []  # in a process of the pool: its function
 
 
-def _begin_worker(parent: int, rows: Any, make: Callable[[Any], Any]) -> None:
+def _begin_worker(parent: int, make_index: Callable[[int], MadeRow]) -> None:
     """Ignore stop signals and end with the parent, which decides whether to stop."""
     on_stops(signal.SIG_IGN)
     die_with(parent)
-    _given[:] = [rows, make]
+    _given[:] = [make_index]
 
 
-def _make_here(shard: range) -> ShardResult:
-    """:func:`make_shard` with the rows and the function of this process."""
-    rows, make = _given
-    return make_shard(rows, make, shard)
+def _make_here(index: int) -> MadeRow:
+    """:func:`make_row` with the rows and the function of this process."""
+    return _given[0](index)
 
 
-def make_shard(rows: Any, make: Callable[[Any], Any], shard: Iterable[int]) -> ShardResult:
-    """Return the arrays of these rows, index and error of the invalid ones, and remarks."""
-    arrays = list[Any]()
-    invalid = []
-    remarks = dict[str, Any]()
-    texts = []
-    start = 0
-    for index in shard:
-        row = rows[index]
-        _remarks.clear()
-        try:
-            array = make(row)
-        except ValueError as error:
-            invalid.append((index, str(error)))
-            continue
-        for subject, (example, text) in _remarks.items():
-            remarks.setdefault(subject, [0, index, example])[0] += 1
-            if text:
-                texts.append((start, text))
-        arrays.append(array)
-        start += len(array)
-    return arrays, invalid, remarks, texts
+def make_row(rows: Any, make: Callable[[Any], Any], index: int) -> MadeRow:
+    """Return the array of a row, None if it is invalid; the error; and remarks about the row."""
+    row = rows[index]
+    _remarks.clear()
+    try:
+        return make(row), "", dict(_remarks)
+    except ValueError as error:
+        return None, str(error), {}

@@ -35,15 +35,13 @@ class FileRow:
 
     Args:
         line: number of the line on which it begins, from 1.
-        values: its values by column; None if it cannot be read.
-        why: the reason.
-        bad: reason by column, of the values that cannot be stored; ``values`` lacks them.
+        values: its values by column, without those that cannot be stored.
+        bad: reason by column, of these values; by None if the whole row cannot be read.
     """
 
     line: int
-    values: Mapping[str, Any] | None
-    why: str = ""
-    bad: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any]
+    bad: Mapping[str | None, str] = field(default_factory=dict)
 
 
 def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
@@ -188,10 +186,10 @@ def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
         if not names:
             names = values
         elif why:
-            yield FileRow(line, None, why)
+            yield FileRow(line, {}, {None: why})
         elif len(values) != len(names):
             why = f"{len(values)} values, and the first line names {len(names)} columns"
-            yield FileRow(line, None, why)
+            yield FileRow(line, {}, {None: why})
         else:
             yield _storable(line, dict(zip(names, values, strict=True)), check=True)
 
@@ -256,7 +254,8 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             if is_list:
                 at = getattr(error, "lineno", 1)
                 raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
-            yield FileRow(number, None, f"not JSON: {error}; write one object per line")
+            why = f"not JSON: {error}; write one object per line"
+            yield FileRow(number, {}, {None: why})
             continue
         # Only an escape sequence can stand for half a character.
         check = b"\\ud" in line.lower()
@@ -267,7 +266,7 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
                 yield _storable(number, one, check=check)
             else:
                 why = f"expected a JSON object, got {json.dumps(one)[:40]}"
-                yield FileRow(number, None, why)
+                yield FileRow(number, {}, {None: why})
 
 
 def about_one_object(values: Mapping[str, Any]) -> str:
@@ -284,14 +283,14 @@ def _storable(line: int, values: Mapping[str, Any], *, check: bool) -> FileRow:
     """Return a row without the values that are not Unicode text; ``check``: there may be some."""
     if not check or _is_utf8(values):
         return FileRow(line, values)
-    bad = {}
+    bad: dict[str | None, str] = {}
     for name, value in values.items():
         if not _is_utf8(name):
-            return FileRow(line, None, f"the key {name!r} is not valid Unicode text")
+            return FileRow(line, {}, {None: f"the key {name!r} is not valid Unicode text"})
         if not _is_utf8(value):
             bad[name] = f"{name!r} {NOT_UNICODE}"
     kept = {name: value for name, value in values.items() if name not in bad}
-    return FileRow(line, kept, bad=bad)
+    return FileRow(line, kept, bad)
 
 
 def _is_utf8(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Rows of image files: their classes by folder, or by metadata files next to them."""
 
 import os
+import reprlib
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,10 +22,7 @@ from oneloop.tasks.rows.objects import with_fields
 IMAGE = "image"
 LABEL = "label"
 FILE = "file_name"
-_SHOWN = 5  # values in a message
-
-_Metadata = Mapping[Path, Mapping[str, Any]]
-"""the columns in a metadata file by image, without its name"""
+_SHOWN = 5  # files in a message
 
 
 def image_rows(
@@ -51,9 +49,19 @@ def image_rows(
     from datasets import Dataset, Image
 
     files = there.parts[split]
-    metadata = {folder: _read(file, read) for folder, file in metadata_files(there).items()}
-    if metadata:
-        rows = [{IMAGE: str(file), **with_fields(_about(file, metadata), read)} for file in files]
+    rows = list[Mapping[str, Any]]()
+    listed = metadata_files(there)
+    if listed:
+        # The nearest metadata file is the last one.
+        metadata: dict[Path, Mapping[str, Any]] = {}
+        for metadata_file in listed:
+            metadata |= _read(metadata_file, read)
+        for file in files:
+            if file not in metadata:
+                raise ValueError(
+                    f"{file} is in no metadata file above it; add its row, or move it away"
+                )
+            rows.append({IMAGE: str(file), **with_fields(metadata[file], read)})
     else:
         loose = loose_images(there) if LABEL in read else []
         if loose:
@@ -62,7 +70,6 @@ def image_rows(
                 f"{there.where}: images next to the class folders have no class ({len(loose):,} in "
                 f"all): {shown}; move each into the folder of its class, or out of the data set"
             )
-        rows = []
         for file in files:
             label = there.classes.get(file.parent, file.parent).name
             rows.append({IMAGE: str(file), LABEL: label})
@@ -153,25 +160,25 @@ def empty_classes(there: Found[Path]) -> list[Path]:
     return sorted(empty)
 
 
-def metadata_files(there: Found[Path]) -> dict[Path, Path]:
-    """Return the metadata file of each folder that has one, in the root or above an image."""
+def metadata_files(there: Found[Path]) -> list[Path]:
+    """Return the metadata files in the root and in the folders above an image, outer ones first."""
     if not there.root.is_dir():
-        return {}
+        return []
     folders = {there.root}
     for file in there.files:
         folders.update(there.root / folder for folder in file.relative_to(there.root).parents)
-    found = {}
-    for folder in sorted(folders):
-        metadata = metadata_in(folder)
-        if metadata is not None:
-            found[folder] = metadata
-    return found
+    return [*filter(None, map(metadata_in, sorted(folders)))]
 
 
-def _read(file: Path, columns: Sequence[str]) -> _Metadata:
-    """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself.
+def _read(file: Path, columns: Sequence[str]) -> Mapping[Path, Mapping[str, Any]]:
+    """Return the columns in a metadata file by image, without its name.
 
-    ``columns``: those that are read.
+    Args:
+        file: the file.
+        columns: the columns that are read.
+
+    Raises:
+        ValueError: the file is unreadable or contradicts itself.
     """
     rows = _parquet(file) if file.suffix == ".parquet" else _text(file, columns)
     images: dict[Path, Mapping[str, Any]] = {}
@@ -191,8 +198,8 @@ def _read(file: Path, columns: Sequence[str]) -> _Metadata:
         image = file.parent / os.path.normpath(name)
         if image in images:
             raise ValueError(
-                f"{file} names {name} twice, with {_brief(images[image])} and "
-                f"{_brief(others)}; keep one of the rows"
+                f"{file} names {name} twice, with {reprlib.repr(images[image])} and "
+                f"{reprlib.repr(others)}; keep one of the rows"
             )
         if not image.is_file():
             raise ValueError(
@@ -209,10 +216,8 @@ def _text(file: Path, columns: Sequence[str]) -> list[Mapping[str, Any]]:
         csv_columns(file, kind)  # raises ValueError if the first line is wrong
     rows = list[Mapping[str, Any]]()
     for row in file_rows(file, kind):
-        if row.values is None:
-            raise ValueError(f"{file}, line {row.line}: {row.why}")
         for column, why in row.bad.items():
-            if column == FILE or column in columns:
+            if column in (None, FILE, *columns):
                 raise ValueError(f"{file}, line {row.line}: {why}")
         rows.append(row.values)
     return rows
@@ -227,17 +232,3 @@ def _parquet(file: Path) -> list[Mapping[str, Any]]:
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     return rows
-
-
-def _about(file: Path, metadata: Mapping[Path, _Metadata]) -> Mapping[str, Any]:
-    """Return the columns of an image from the nearest metadata file that lists it."""
-    for folder in file.parents:
-        if folder in metadata and file in metadata[folder]:
-            return metadata[folder][file]
-    raise ValueError(f"{file} is in no metadata file above it; add its row, or move it away")
-
-
-def _brief(values: Mapping[str, Any]) -> str:
-    """Return the first values of a row as text."""
-    shown = [f"{name} {value!r}" for name, value in values.items()]
-    return ", ".join(shown[:_SHOWN]) or "no other value"

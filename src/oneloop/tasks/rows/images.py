@@ -3,19 +3,19 @@
 import io
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.rows.cached_arrays import ragged
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged, remark
 from oneloop.tasks.rows.rows import Row, Rows, Unreadable
 
-_VERSION = 3  # version of the check; increase it if its result for the same image changes
+_VERSION = 4  # version of the check; increase it if its result for the same image changes
+TURNED = "turned"  # subject of remarks about images that are turned by their EXIF orientation
 _CONVERTED = {
     "CMYK": "CMYK",
     "RGBA": "RGBA",
@@ -30,7 +30,6 @@ _CONVERTED = {
     "I;16N": "16-bit",
 }
 """kind of conversion by the mode of the stored image (Pillow's names)"""
-_MODES = ("RGB", *_CONVERTED)  # their indices are cached; others are counted as "other"
 
 
 def is_image(kind: Any) -> bool:
@@ -134,22 +133,10 @@ def _turn(image: Any) -> bool:
     return orientation in range(2, 9)
 
 
-@dataclass(frozen=True)
-class Checked:
-    """The result of a check."""
-
-    unusable: list[tuple[int, str]]  # index and reason of each image that cannot be used
-    converted: dict[str, int]  # number of converted images, by kind
-    turned: int  # number of images that are turned by their EXIF orientation
-
-    @property
-    def indices(self) -> NDArray[np.int64]:
-        """Return the indices of the images that cannot be used."""
-        return np.array([index for index, _ in self.unusable], dtype=np.int64)
-
-
-def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked:
+def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Ragged:
     """Decode the images of all rows; cached by the rows' content.
+
+    The subjects of the remarks are the kinds of converted images, and :data:`TURNED`.
 
     Args:
         rows: the rows.
@@ -157,34 +144,27 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
         limit: largest number of pixels of an image.
         what: label of the progress bar.
     """
-    shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
-    key = ["images", _VERSION, column, limit]
     made = ragged(
         rows,
-        partial(_mode, column, limit),
-        made_by=key,
+        partial(_check, column, limit),
+        made_by=["images", _VERSION, column, limit],
         what=f"checking {what}",
         skip=True,
-        shard=shard,
+        chunk=max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1)))),
         empty=True,
     )
-
-    # Count the kinds of conversion. The first mode, RGB, needs none.
-    kinds = Counter[str]()
-    counts = np.bincount(made.values[::2], minlength=99)[1:].tolist()
-    for kind, count in zip([*_CONVERTED.values(), "other"], counts, strict=False):
-        kinds[kind] += count
-    converted = {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]}
-
     bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
-    return Checked(bad, converted, int(made.values[1::2].sum()))
+    return replace(made, skipped=bad)
 
 
-def _mode(column: str, limit: int, row: Row) -> NDArray[np.int32]:
-    """Return the number of the mode in which an image is stored, and whether it is turned."""
-    read = decoded(row[column], limit)
-    number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
-    return np.array([number, read.turned], dtype=np.int32)
+def _check(column: str, limit: int, row: Row) -> NDArray[np.int32]:
+    """Decode an image, and remark what is unusual about it."""
+    image = decoded(row[column], limit)
+    if image.mode != "RGB":
+        remark(_CONVERTED.get(image.mode, "other"), "")
+    if image.turned:
+        remark(TURNED, "")
+    return np.zeros(0, np.int32)
 
 
 def _reason(value: Any, limit: int) -> str:

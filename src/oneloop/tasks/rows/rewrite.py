@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oneloop.basics.files import reject_run_folder
-from oneloop.tasks.rows.arrow_tables import quiet, tables
+from oneloop.tasks.rows.arrow_tables import quiet, table_of
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.find_files import found
 
@@ -37,7 +37,8 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
         raise ValueError(f"{new} exists and is not an empty folder; name a new folder")
 
     if there.kind != "parquet":
-        for split, table in tables(there, None).items():
+        tables = {split: table_of(there, split, None) for split in there.parts}
+        for split, table in tables.items():
             new.mkdir(parents=True, exist_ok=True)
             with quiet():
                 table.dataset.to_parquet(new / f"{split or 'rows'}.parquet", batch_size=rows)

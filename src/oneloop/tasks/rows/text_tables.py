@@ -16,7 +16,7 @@ from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
 from oneloop.tasks.rows.column_types import Columns, columns_of
-from oneloop.tasks.rows.csv_json_lines import FileRow, csv_columns, file_rows
+from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.objects import with_fields
 
@@ -153,12 +153,7 @@ def _values_and_places(
     """Yield the values and the position of each row of JSON files."""
     for file in files:
         for row in file_rows(file, "json"):
-            yield _values(row, fields), f"line {row.line} of {file.name}"
-
-
-def _values(row: FileRow, fields: Sequence[str]) -> Mapping[str, Any]:
-    """Return the values of a row: none if it cannot be read."""
-    return with_fields(row.values or {}, fields)
+            yield with_fields(row.values, fields), f"line {row.line} of {file.name}"
 
 
 def _batches(
@@ -178,12 +173,10 @@ def _batches(
         rows = file_rows(file, kind)
         while batch := [*islice(rows, _ROWS)]:
             for index, row in enumerate(batch, start=total):
-                if row.values is None:
-                    report["unreadable"].append((index, number, row.line, row.why, None))
                 for column, why in row.bad.items():
                     report["unreadable"].append((index, number, row.line, why, column))
             total += len(batch)
-            yield columns.batch(_values(row, fields) for row in batch)
+            yield columns.batch(with_fields(row.values, fields) for row in batch)
         if kind != "json" and total == report["firsts"][-1]:
             raise ValueError(
                 f"{file} has no rows; remove it, or write rows below the names of the columns"
@@ -216,8 +209,7 @@ def _write(batches: Iterable[Any], file: Path) -> None:
     with pyarrow.OSFile(str(file), "wb") as sink:
         for batch in batches:
             writer = writer or pyarrow.ipc.new_stream(sink, batch.schema)
-            for start in range(0, batch.num_rows, _ROWS):
-                writer.write_batch(batch.slice(start, _ROWS))
+            writer.write_table(pyarrow.Table.from_batches([batch]), _ROWS)
         if writer is None:
             raise ValueError("the file has no rows")
         writer.close()

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.progress import tracked
@@ -98,7 +96,7 @@ def _check_source(source: str, findings: Findings) -> None:
                 continue
             raise
         if "image" in columns:
-            check_images([opened], limit=_PIXEL_LIMIT, skipped=None)
+            check_images([opened], limit=_PIXEL_LIMIT)
         else:
             findings.rows = len(opened.parts["all"]) + findings.left_out
             findings.values = False
@@ -127,18 +125,16 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
 def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
     """Load every sample of a data set, on all cores; yield those that fail."""
-    indices = range(len(dataset))
-    shards = [indices[start : start + _SAMPLES] for start in indices[::_SAMPLES]]
-    loaded = in_order(indices, partial(_load, dataset), shards)
-    for _, wrong, *_ in tracked(loaded, f"checking {name}", total=len(shards)):
-        for index, why in wrong:
+    loaded = in_order(range(len(dataset)), partial(_load, dataset), _SAMPLES)
+    checked = tracked(loaded, f"checking {name}", total=len(dataset))
+    for index, (_, why, _) in enumerate(checked):
+        if why:
             yield f"{name}, sample {index}", why
 
 
-def _load(dataset: Any, index: int) -> Any:
-    """Load a sample, and return nothing. Raise ValueError if that fails."""
+def _load(dataset: Any, index: int) -> None:
+    """Load a sample. Raise ValueError if that fails."""
     try:
         dataset[index]
     except Exception as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    return np.zeros(0, dtype=np.int32)
