@@ -51,7 +51,7 @@ def torchs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def chunked(power: int) -> Way:
     return lambda hidden, weight, target: (
-        chunked_cross_entropy(hidden, weight, target, ignore=LEFT_OUT, entries=1 << power).total
+        chunked_cross_entropy(hidden, weight, target, entries=1 << power).total
     )
 
 

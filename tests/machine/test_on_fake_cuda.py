@@ -23,8 +23,8 @@ from oneloop.machine.recompute import _keeps
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.tasks.language.attention import attend_within_documents
+from oneloop.tasks.language.chunked_loss import tokens_of_a_chunk
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from oneloop.tasks.retrieval_metrics import Retrieval
 from worlds import ROOT
 
@@ -36,8 +36,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.bad_step_policy",
     "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.tasks.language.chunked_loss",
     "oneloop.tasks.language.generation",
-    "oneloop.tasks.language.logit_chunks",
     "oneloop.tasks.unread_masks",
 )
 

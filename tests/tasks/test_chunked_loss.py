@@ -33,12 +33,12 @@ pytestmark = [
 ]
 
 
-def plain(hidden, weight, bias, target, change=None, ignore=-100):
+def plain(hidden, weight, bias, target, change=None):
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits if change is None else change(logits)
-    each = F.cross_entropy(logits, target, reduction="none", ignore_index=ignore)
-    return Losses(each.sum(), each.detach(), (logits.argmax(-1) == target) & (target != ignore))
+    each = F.cross_entropy(logits, target, reduction="none")
+    return Losses(each.sum(), each.detach(), logits.argmax(-1) == target)
 
 
 def gradients(losses, inputs):
@@ -183,19 +183,6 @@ def test_no_target_counts_or_there_is_none(entries):
     assert all(not gradient.any() for gradient in gradients(found, inputs))
     found = chunked_cross_entropy(inputs[0][:0], inputs[1], target[:0], entries=entries)
     assert found.total == 0 and len(found.each) == 0 and not gradients(found, inputs[1:2])[0].any()
-
-
-def test_an_ignored_class_is_never_right():
-    inputs, target = tensors(ignored=0)
-    target[:] = 5
-    found = chunked_cross_entropy(
-        torch.ones_like(inputs[0]),
-        inputs[1] * 0,
-        target,
-        ignore=5,
-        bias=F.one_hot(torch.tensor(5), VOCABULARY).double(),
-    )
-    assert found.total == 0 and not found.right.any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -12,7 +12,8 @@ the losses of other tokens (the log-probability of a whole answer). So the backw
 logits of each chunk again: one matrix product more.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -21,17 +22,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from oneloop.basics.tensors import on_gpu
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.language.logit_chunks import (
-    Change,
-    add_product,
-    after,
-    losses_of_a_chunk,
-    product_dtype,
-    tokens_of_a_chunk,
-    without_autocast,
-)
 from oneloop.tasks.probe import probe
+
+Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
+
+# Logits of a chunk: many on a GPU, few in the caches of a CPU. On a GPU, the loss holds up to 16
+# bytes per logit, thus 2 GiB. If it is compiled, and the model does not change its logits, it holds
+# up to three tensors in the dtype of the products.
+_ON_GPU = 1 << 27
+_BYTES = 16
+_COMPILED = 3
+_ON_CPU = 1 << 24
+_TILE = 256  # tokens; matrix products of a GPU waste part of a tile if the rest is smaller
 
 # Names in configs of transformers of what a model does to its logits: a cap, or a factor and its
 # exponent.
@@ -60,7 +64,6 @@ def chunked_cross_entropy(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore: int = -100,
     change: Change | None = None,
     entries: int | None = None,
     right: bool = True,
@@ -72,11 +75,11 @@ def chunked_cross_entropy(
     float32.
 
     Args:
-        hidden: hidden states, shape (tokens, width).
+        hidden: hidden states, shape (tokens, width), or with more dimensions before the width.
         weight: weight of the output layer, shape (vocabulary, width).
-        target: int64, shape (tokens,).
+        target: int64, shape (tokens,) or any other that ``hidden`` has before its width; -100 is
+            ignored.
         bias: bias of the output layer, shape (vocabulary,).
-        ignore: value of ignored targets.
         change: what the model applies to the logits; it must act on each logit or each row
             separately.
         entries: maximum number of logits in memory; None: 2^24 on a CPU; on a GPU, which reads and
@@ -92,19 +95,19 @@ def chunked_cross_entropy(
             "the loss without logits does not work in fp16: small gradients of the logits "
             "underflow in fp16; use bf16, or task.fused_loss false"
         )
+    rows = hidden.flatten(0, -2)
     total, each, largest = _Chunked.apply(
-        hidden,
+        rows,
         weight,
         bias,
-        target,
-        ignore,
+        target.flatten(),
         change,
-        tokens_of_a_chunk(hidden, len(weight), entries, change),
+        tokens_of_a_chunk(rows, len(weight), entries, change),
         right,
         # Grad mode is off inside of forward, so read it here.
         torch.is_grad_enabled() and not apart,
     )
-    return Losses(total, each, largest if right else None)
+    return Losses(total, each.view_as(target), largest.view_as(target) if right else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -115,14 +118,13 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        ignore: int,
         change: Change | None,
         size: int,
         wants_right: bool,
         with_slopes: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.with_slopes = with_slopes
-        ctx.how = (ignore, change, size, product_dtype(hidden))
+        ctx.how = (change, size, product_dtype(hidden))
         inputs = (hidden, weight, bias, target)
         needs = [with_slopes and need for need in ctx.needs_input_grad[:3]]
         each, right, slopes = _in_chunks(*inputs, *ctx.how, needs=needs, wants_right=wants_right)
@@ -146,8 +148,8 @@ class _Chunked(torch.autograd.Function):
         else:
             needs = ctx.needs_input_grad[:3]
             _, _, slopes = _in_chunks(*ctx.saved_tensors, *ctx.how, needs=needs, factors=factors)
-        # The other six arguments of forward have no gradient.
-        return (*slopes, None, None, None, None, None, None)
+        # The other five arguments of forward have no gradient.
+        return (*slopes, None, None, None, None, None)
 
 
 def _in_chunks(
@@ -155,7 +157,6 @@ def _in_chunks(
     weight: Tensor,
     bias: Tensor | None,
     target: Tensor,
-    ignore: int,
     change: Change | None,
     size: int,
     dtype: torch.dtype,
@@ -171,7 +172,6 @@ def _in_chunks(
         weight: of the output layer.
         bias: of the output layer.
         target: the targets.
-        ignore: value of ignored targets.
         change: what the model applies to the logits.
         size: number of tokens of a chunk.
         dtype: dtype of the matrix products.
@@ -206,12 +206,12 @@ def _in_chunks(
             targets = target[part]
             logits = F.linear(states, layer_weight, layer_bias)
             losses, largest, slopes = losses_of_a_chunk(
-                logits, targets, ignore, change, slopes=any(needs), largest=wants_right
+                logits, targets, change, slopes=any(needs), largest=wants_right
             )
             each[part] = losses
             done = [losses]
             if largest is not None:
-                right[part] = (largest == targets) & (targets != ignore)
+                right[part] = largest == targets
                 done.append(largest)
             del logits  # before the products below allocate memory
 
@@ -239,7 +239,102 @@ def _in_chunks(
     return each, right, [hidden_slopes, weight_slopes, bias_slopes]
 
 
-def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
+def tokens_of_a_chunk(
+    hidden: Tensor, vocabulary: int, entries: int | None, change: Change | None = None
+) -> int:
+    """Return the number of tokens of a chunk."""
+    if entries is not None:
+        return max(1, entries // vocabulary)
+    if not on_gpu(hidden):
+        return max(1, _ON_CPU // vocabulary)
+    entries = _ON_GPU
+    if torch.compiler.is_compiling() and change is None:
+        entries = _ON_GPU * _BYTES // (_COMPILED * product_dtype(hidden).itemsize)
+    rows = entries // vocabulary
+    return max(1, rows - rows % _TILE if rows > _TILE else rows)
+
+
+@torch.library.custom_op("oneloop::after", mutates_args=())
+def after(states: Tensor, done: list[Tensor]) -> Tensor:
+    """Return a copy of ``states`` that torch.compile makes only after it has computed ``done``.
+
+    Without it, a compiled loss computes the logits of all chunks before the first loss.
+    """
+    return states.clone()
+
+
+@after.register_fake
+def _(states: Tensor, done: list[Tensor]) -> Tensor:
+    return torch.empty_like(states)
+
+
+def without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
+    """Turn autocast off in this context, if it is on."""
+    if not _is_autocast(hidden):
+        return nullcontext()
+    return torch.autocast(hidden.device.type, enabled=False)
+
+
+def _is_autocast(hidden: Tensor) -> bool:
+    device = hidden.device.type
+    available = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of the matrix products."""
+    if _is_autocast(hidden):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def losses_of_a_chunk(
+    logits: Tensor,
+    target: Tensor,
+    change: Change | None,
+    *,
+    slopes: bool,
+    largest: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss of each target, the entry with its largest logit, and the gradient of
+    ``logits``.
+
+    Args:
+        logits: logits of the output layer, before ``change``, shape (tokens, vocabulary).
+        target: int64, shape (tokens,).
+        change: what the model applies to the logits.
+        slopes: whether the gradient is needed; without it the last result is None.
+        largest: whether the entries are needed; without them the second result is None.
+    """
+
+    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if change is not None:
+            logits = change(logits)
+        # A pass over all logits, which training does not need.
+        found = logits.argmax(-1) if largest else target
+        return F.cross_entropy(logits, target, reduction="none"), found
+
+    # ``change`` is any function: let autograd differentiate it, while these logits exist.
+    slope: Tensor | None = None
+    if slopes:
+        each, backward, found = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
+        (slope,) = backward(torch.ones_like(each))
+    else:
+        each, found = losses(logits)
+    return each, found if largest else None, slope
+
+
+def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+    """Add the gradient of the output layer's weight, in place."""
+    if total.dtype == slopes.dtype:
+        total.addmm_(slopes.T, states)
+    else:
+        # The product is in half precision, the sum over the chunks in float32.
+        total += slopes.T @ states
+
+
+def without_logits(model: nn.Module) -> None:
     """Make ``model`` accept ``target`` and then return :class:`Losses`, in place.
 
     With ``apart`` each loss is differentiable, for which the backward computes logits again.
@@ -251,7 +346,6 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
         model: a model with transformers' ``base_model`` and ``get_output_embeddings``; its new
             argument ``target`` has the shape of its tokens. While gradients are computed, the
             result has no ``right``.
-        ignore: value of ignored targets.
 
     Raises:
         ValueError: the model has no linear output layer, or computes its logits in an unknown way.
@@ -280,18 +374,15 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     ) -> Tensor | Losses:
         if target is None:
             return head_forward(hidden)
-        found = chunked_cross_entropy(
-            hidden.flatten(0, -2),
+        return chunked_cross_entropy(
+            hidden,
             head.weight,
-            target.flatten(),
+            target,
             bias=head.bias,
-            ignore=ignore,
             change=change,
             right=not torch.is_grad_enabled(),  # training uses only the loss
             apart=apart,
         )
-        right = None if found.right is None else found.right.view_as(target)
-        return Losses(found.total, found.each.view_as(target), right)
 
     @wraps(model_forward)
     def losses(*args: Any, target: Tensor | None = None, apart: bool = False, **kwargs: Any) -> Any:

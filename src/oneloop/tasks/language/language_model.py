@@ -142,7 +142,7 @@ class LanguageModel(TokenTargets):
         # Prepare the fused loss also for auto, which decides by the size of each micro-batch.
         if self.fused_loss is not False:
             try:
-                without_logits(model, ignore=IGNORE)
+                without_logits(model)
                 self._can_fuse = True
             except ValueError as error:
                 if self.fused_loss is True:

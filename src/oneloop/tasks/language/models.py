@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -14,11 +13,9 @@ from oneloop.basics.base_models import fetched
 from oneloop.basics.untrusted import read_json
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.lora_settings import LoRA
-from oneloop.tasks.model_limits import check_sizes
-from oneloop.tasks.transformers_models import auto_model
 
 
-def _loading_options(lora: LoRA | None) -> dict[str, Any]:
+def loading_options(lora: LoRA | None) -> dict[str, Any]:
     """Return keyword arguments of from_pretrained: the dtype, and 4 bits for linear layers.
 
     The output layer is not quantized. Raise ValueError if bitsandbytes is missing.
@@ -125,16 +122,10 @@ class Shape:
             )
 
 
-SCRATCH = {
-    "architecture": "model=null",
-    "layers": "model=null",
-    "heads": "model=null",
-    "width": "model=null",
-    "mlp": "model=null",
-    "tied": "model=null",
-    "padded_vocab": "model=null",
-    "kv_heads": "model=null architecture=llama",
-}
+SCRATCH = dict.fromkeys(
+    ("architecture", "layers", "heads", "width", "mlp", "tied", "padded_vocab"), "model=null"
+)
+SCRATCH["kv_heads"] = "model=null architecture=llama"
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
 
@@ -224,52 +215,6 @@ def scratch_config(
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-
-
-def load_model(
-    name: str,
-    *,
-    entries: int,
-    length: int,
-    length_key: str,
-    pretrained: bool = True,
-    trust_remote_code: bool = False,
-    lora: LoRA | None = None,
-    kind: str = "AutoModelForCausalLM",
-    classes: Sequence[str] | None = None,
-) -> tuple[nn.Module, list[str]]:
-    """Load a model of transformers; return it and lines for the log.
-
-    Args:
-        name: a folder, or hf:ID[@REVISION].
-        entries: vocabulary size of the tokenizer.
-        length: tokens per sample.
-        length_key: task key of ``length``, for messages.
-        pretrained: load the weights (False: use only the configuration).
-        trust_remote_code: run Python code stored with the weights.
-        lora: settings of adapters; with them the model keeps its dtype, or is quantized.
-        kind: name of its Auto class.
-        classes: names of the outputs; None: a language model.
-
-    Raises:
-        ValueError: the model cannot be loaded, or its sizes do not fit.
-    """
-    reject_quantized(name, lora)
-
-    # Load it in float32; for adapters in the dtype of its file, or in 4 bits.
-    model, notes = auto_model(
-        kind,
-        name,
-        classes,
-        pretrained=pretrained,
-        trust_remote_code=trust_remote_code,
-        **_loading_options(lora),
-    )
-    configure_four_bits(model)
-
-    # Compare its sizes with those of the samples and of the tokenizer.
-    check_sizes(model, name, entries=entries, length=length, key=length_key)
-    return model, notes
 
 
 def reject_quantized(name: str, lora: LoRA | None) -> None:

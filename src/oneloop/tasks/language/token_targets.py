@@ -13,11 +13,21 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.wide_sums import widest
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
-from oneloop.tasks.language.models import load_model
+from oneloop.tasks.language.models import (
+    configure_four_bits,
+    loading_options,
+    reject_quantized,
+)
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.light_metrics import TextMeans
+from oneloop.tasks.model_limits import check_sizes
 from oneloop.tasks.rows.open_data import Source, combined
-from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
+from oneloop.tasks.transformers_models import (
+    auto_model,
+    file_stats,
+    is_transformers,
+    tokenizer_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +131,40 @@ class TokenTargets:
         """Build or load the model, without adapters."""
         raise NotImplementedError
 
-    def load(self, **options: Any) -> nn.Module:
+    def load(
+        self,
+        *,
+        entries: int,
+        length: int,
+        kind: str = "AutoModelForCausalLM",
+        classes: Sequence[str] | None = None,
+    ) -> nn.Module:
         """Load the model that ``task.model`` names, and add what was noted to the notes.
 
         Args:
-            options: of :func:`oneloop.tasks.language.models.load_model`.
+            entries: vocabulary size of the tokenizer.
+            length: tokens per sample.
+            kind: name of its Auto class.
+            classes: names of the outputs; None: a language model.
+
+        Raises:
+            ValueError: the model cannot be loaded, or its sizes do not fit.
         """
         assert self.name is not None
-        model, added = load_model(
+        lora = None if self.adapters is None else self.adapters.settings
+        reject_quantized(self.name, lora)
+
+        # Load it in float32; for adapters in the dtype of its file, or in 4 bits.
+        model, added = auto_model(
+            kind,
             self.name,
-            length_key=self.length_key,
+            classes,
             pretrained=self.pretrained,
             trust_remote_code=self.trust_remote_code,
-            lora=None if self.adapters is None else self.adapters.settings,
-            **options,
+            **loading_options(lora),
         )
+        configure_four_bits(model)
+        check_sizes(model, self.name, entries=entries, length=length, key=self.length_key)
         self.notes = [*self._data_notes, *added]
         return model
 
