@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from lessons import lessons
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluate
-from oneloop.tasks.language.bidirectional import check_apart
+from oneloop.tasks.language.attention import check_apart
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.sequences import IGNORE, Sample
 from oneloop.tasks.language.tokens import MASK_SPECIAL, learn_bpe, mask_tokenizer
@@ -26,7 +26,6 @@ from small_models import bert, llama
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
-    "oneloop.tasks.language.bidirectional",
     "oneloop.tasks.language.masked_tokens",
     "oneloop.tasks.language.raw_texts",
     "oneloop.tasks.language.sequences",
@@ -371,7 +370,7 @@ def test_wrong_arguments_are_rejected(data, options, message):
     ("name", "options", "message"),
     [
         ("bart", {}, "is a bart model; masked_lm needs an encoder with a head for masked tokens"),
-        ("decoder", {}, "BertForMaskedLM does not attend to later tokens"),
+        ("decoder", {}, "does not attend to later tokens"),
         ("narrow", {}, "its tokenizer has 400 entries, and the model 300"),
         ("bert", {"block": 65}, "task.block 65 exceeds the 64 positions of"),
         ("roberta", {"block": 65}, "task.block 65 exceeds the 64 positions of"),

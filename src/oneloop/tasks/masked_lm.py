@@ -7,11 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from oneloop.tasks.language.bidirectional import (
-    check_apart,
-    check_both_directions,
-    document_mask,
-)
+from oneloop.tasks.language.attention import check_apart, document_mask
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
 from oneloop.tasks.language.models import from_scratch
@@ -23,14 +19,6 @@ from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Data
 from oneloop.tasks.rows.text_files import STDLIB
 from oneloop.tasks.unread_masks import leave_masks_unread
-
-_NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
-    "vocab": "model=null",
-    "layers": "model=null",
-    "heads": "model=null",
-    "width": "model=null",
-    "dropout": "model=null",
-}
 
 
 class MaskedLM(RawTexts):
@@ -60,7 +48,7 @@ class MaskedLM(RawTexts):
 
     shows_likeliest = True
     ends_texts = False
-    needs = _NEEDS
+    needs = dict.fromkeys(("vocab", "layers", "heads", "width", "dropout"), "model=null")
 
     def __init__(
         self,
@@ -166,7 +154,6 @@ class MaskedLM(RawTexts):
         # Run as many tokens as a sample has: attention to a window shows only in long rows.
         ordinary = self.masked_tokens.ordinary
         tokens = ordinary[torch.arange(self.block) % len(ordinary)]
-        check_both_directions(model, tokens)
         try:
             check_apart(model, tokens)
         except ValueError as error:
@@ -249,6 +236,11 @@ def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:
 
     config = config_of(name, trust_remote_code=trust_remote_code)
     own_code = "AutoModelForMaskedLM" in (getattr(config, "auto_map", None) or {})
+    if getattr(config, "is_decoder", False):
+        raise ValueError(
+            f"task.model {name!r} does not attend to later tokens, so it cannot predict masked "
+            "ones; use an encoder (is_decoder false), or the task causal_lm"
+        )
     known = own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING
     if not known or config.is_encoder_decoder:
         raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from oneloop.basics.generation import TEXTS
 from oneloop.tasks.language.answer_rows import (
     NEEDS,
     AnswerRows,
@@ -19,7 +20,7 @@ from oneloop.tasks.language.answer_rows import (
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.conversations import FLAGS, encoded
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.generation import answered
+from oneloop.tasks.language.generation import TIES, NearTies, written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, ranges
 from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
@@ -169,8 +170,10 @@ class SFT(WritesTexts, LanguageModel):
         prompts = []
         for row, length in zip(batch["input"], lengths.tolist(), strict=True):
             prompts.append(row[:length][count - limit :])
-        made = answered(model, prompts, count, ends=self.ends, decode=self._answer)
-        return {"prompt": lengths, **made}
+        ties = NearTies(self.ends)
+        answers = written(model, prompts, count, ends=self.ends, ties=ties)
+        texts = [self._answer(tokens) for tokens in answers.tolist()]
+        return {"prompt": lengths, "written": answers, TEXTS: texts, TIES: ties.found}
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.

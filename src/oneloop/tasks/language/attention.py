@@ -1,7 +1,10 @@
-"""Attention within documents of a packed row, for models with transformers' attention interface.
+"""Attention within documents of a row, for models with transformers' attention interface.
 
 >>> attend_within_documents(model)
 >>> model(input_ids=…, position_ids=…, attention_mask=borders(documents, cuts), use_cache=False)
+
+>>> check_apart(encoder, tokens)                   # in both directions
+>>> encoder(input_ids=…, position_ids=…, attention_mask=document_mask(documents))
 
 On a GPU in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean
 mask. The masks are 4-D, because transformers passes a 4-D ``attention_mask`` on without reading it
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from oneloop.basics.tensors import capability
+from oneloop.tasks.model_limits import first_position
 from oneloop.tasks.probe import probe
 from oneloop.tasks.unread_masks import unread_mask
 
@@ -123,6 +127,19 @@ def _visible(documents: Tensor) -> Tensor:
     return (same & before)[:, None].view(torch.uint8)
 
 
+def document_mask(documents: Tensor) -> Tensor:
+    """Return a mask with which no document attends to another.
+
+    Its shape (rows, 1, positions, positions) makes transformers pass it on without reading it on
+    the host (no sync).
+
+    Args:
+        documents: the document number of each position, shape (rows, positions); padding is a
+            separate document.
+    """
+    return documents[:, None, :, None] == documents[:, None, None, :]
+
+
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -140,14 +157,6 @@ def _attend(
     (rows, positions, heads, width).
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    # SDPA would ignore these options of some models.
-    unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
-    if unknown:
-        raise ValueError(
-            f"{type(module).__name__} uses options that SDPA does not support "
-            f"({', '.join(unknown)})"
-        )
 
     # Convert the masks of this module; transformers' masks are boolean or floating point.
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
@@ -356,6 +365,27 @@ def check_documents(
         raise ValueError(
             f"{name}: the logits of a packed document depend on the document before it"
         )
+
+
+def check_apart(model: nn.Module, tokens: Tensor) -> None:
+    """Raise ValueError if documents of a row do not get the logits that they get alone.
+
+    Args:
+        model: a model of transformers with a head for masked tokens.
+        tokens: as many ordinary tokens as a row has, shape (positions,).
+    """
+    name = type(model).__name__
+    row = tokens[None]
+    try:
+        # Attention to a window of the row differs from that with a mask of the whole row.
+        masked = logits_of(model, row, attention_mask=document_mask(torch.zeros_like(row)))
+        if not near(masked, logits_of(model, row)):
+            raise ValueError(f"{name}: its logits differ with a mask of the whole row")
+        check_documents(model, row, document_mask, first=first_position(model)[0])
+    except Exception as error:
+        if isinstance(error, ValueError):
+            raise
+        raise ValueError(f"{name} does not take masks of documents: {error}") from error
 
 
 def near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:

@@ -147,32 +147,6 @@ def _all_done(done: Tensor, model: nn.Module) -> bool:
     return not int(open_rows)
 
 
-def answered(
-    model: nn.Module,
-    prompts: Sequence[Tensor],
-    count: int,
-    *,
-    ends: Sequence[int],
-    decode: Callable[[list[int]], str],
-) -> dict[str, Any]:
-    """Return greedy answers as a task's ``generate`` returns them.
-
-    Args:
-        model: see :func:`written`.
-        prompts: see :func:`written`.
-        count: see :func:`written`.
-        ends: see :func:`written`.
-        decode: from the tokens of an answer to its text.
-
-    Returns:
-        ``written``, (prompts, count) tokens; ``texts``; and ``near_ties``, (prompts,).
-    """
-    ties = NearTies(ends)
-    answers = written(model, prompts, count, ends=ends, ties=ties)
-    texts = [decode(tokens) for tokens in answers.tolist()]
-    return {"written": answers, TEXTS: texts, TIES: ties.found}
-
-
 def check_answer(count: int, config: Any) -> None:
     """Raise ValueError if a model lets no generated text end within ``count`` tokens.
 

@@ -22,7 +22,6 @@ def add_adapters(
     *,
     task: str = "CAUSAL_LM",
     head: str = "",
-    stats: object = None,
 ) -> tuple[BaseModel, str]:
     """Add float32 adapters to a model in place, and freeze the rest.
 
@@ -32,14 +31,13 @@ def add_adapters(
         task: peft's name of the kind of task.
         head: name of a new layer that is trained as a whole, and saved with the adapters ("":
             none).
-        stats: :func:`file_stats` from before the model was read (None: no check).
 
     Returns:
         The base model, and a line for the log.
 
     Raises:
         ValueError: peft is missing, a target matches no linear layer, existing adapters do not
-            fit, or the files of the base model changed.
+            fit.
     """
     import_quietly()
     try:
@@ -67,9 +65,11 @@ def add_adapters(
     inject_adapter_in_model(config, model, adapter_name=_NAME)
     if head:
         model.get_submodule(head).requires_grad_(True)
-    trained = _trained(model)
-    for parameter in trained.values():
-        parameter.data = parameter.data.float()
+    trained = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+            parameter.data = parameter.data.float()
 
     # Describe them as peft does. The base model is a commit on the hub, or an absolute path.
     path, revision = place_of(wanted.base)
@@ -102,9 +102,6 @@ def add_adapters(
         },
         seen=lambda: file_stats(wanted.base),
     )
-    # ``origin`` identifies the files as they are now, which must be those that were loaded.
-    if stats not in (None, file_stats(wanted.base)):
-        raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
 
     # Continue with existing adapters, perhaps on a base model that is quantized in another way.
     count = sum(parameter.numel() for parameter in trained.values())
@@ -112,21 +109,13 @@ def add_adapters(
     line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers "
     line += f"({', '.join(kinds)}) {quantization}".rstrip()
     if wanted.given is not None:
-        before = _load_adapters(model, wanted.given, origin)
+        before = _load_adapters(trained, wanted.given, origin)
         if before not in (None, quantization):
             line += (
                 f"; the adapters were trained on the base model {before or 'unquantized'}, see "
                 "task.lora.quantize"
             )
     return origin, line
-
-
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    trained = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            trained[name] = parameter
-    return trained
 
 
 def _name_in_peft(name: str) -> str:
@@ -160,8 +149,8 @@ def _layers_with_adapters(model: nn.Module, targets: str | Sequence[str], head: 
 
 
 @torch.no_grad()
-def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | None:
-    """Load the adapters of a folder into a model.
+def _load_adapters(trained: Mapping[str, Tensor], folder: Path, origin: BaseModel) -> str | None:
+    """Load the adapters of a folder into the trained parameters of a model.
 
     Returns:
         The quantization of their training (None: unknown).
@@ -174,10 +163,8 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     # oneloop's manifest describes the base model exactly; peft's config only has its name.
     saved = load_file(folder / f"{WEIGHTS}.safetensors")
     manifest = folder / "MANIFEST.json"
-    base = None
-    if manifest.is_file():
-        about = read_json(manifest).get("about", {})
-        base = about.get("base")
+    about = read_json(manifest).get("about", {}) if manifest.is_file() else {}
+    base = about.get("base")
     other = origin.of_another(read_json(folder / CONFIG), base)
     if other:
         raise ValueError(
@@ -185,8 +172,9 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
         )
 
     # Compare names and shapes before anything is changed.
-    own = {origin.outside(name): parameter for name, parameter in _trained(model).items()}
-    wrong = _shapes(own) ^ _shapes(saved)
+    own = {origin.outside(name): parameter for name, parameter in trained.items()}
+    wrong = {(name, tensor.shape) for name, tensor in own.items()}
+    wrong ^= {(name, tensor.shape) for name, tensor in saved.items()}
     if wrong:
         raise ValueError(
             f"{folder}: its adapters are of another model: {min(wrong)[0]}, …; "
@@ -197,10 +185,6 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     if base is None:
         return None
     return str(base.get("settings", {}).get("quantize", ""))
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> set[tuple[str, torch.Size]]:
-    return {(name, tensor.shape) for name, tensor in tensors.items()}
 
 
 def save_config(model: nn.Module, folder: Path) -> None:

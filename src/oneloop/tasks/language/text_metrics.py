@@ -20,7 +20,7 @@ _KNOWN = ("exact_match", "bleu", "chrf", *ROUGE)
 
 
 def check_text_metrics(names: Sequence[str]) -> None:
-    """Raise ValueError if a metric is unknown, is named twice, or lacks its data.
+    """Raise ValueError if a metric is unknown, or lacks its data.
 
     Args:
         names: the value of ``task.text_metrics``.
@@ -28,16 +28,12 @@ def check_text_metrics(names: Sequence[str]) -> None:
     for name in names:
         if name not in _KNOWN:
             raise ValueError(f"task.text_metrics: {name!r} is unknown; known: {', '.join(_KNOWN)}")
-        if [*names].count(name) > 1:
-            raise ValueError(f"task.text_metrics: {name!r} is there twice; remove one")
     if not names:
         raise ValueError("task.text_metrics is empty; name at least one, such as exact_match")
-    if "rougeLsum" in names:
-        _check_sentences()
+    if "rougeLsum" not in names:
+        return
 
-
-def _check_sentences() -> None:
-    """Raise ValueError if nltk or its data, which find the sentences for rougeLsum, are missing."""
+    # nltk and its data find the sentences for rougeLsum.
     try:
         from nltk.tokenize import sent_tokenize  # type: ignore[import-not-found]
 

@@ -22,12 +22,7 @@ from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.model_limits import check_sizes
 from oneloop.tasks.rows.open_data import Source, combined
-from oneloop.tasks.transformers_models import (
-    auto_model,
-    file_stats,
-    is_transformers,
-    tokenizer_of,
-)
+from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +165,10 @@ class TokenTargets:
 
     def adapted_model(self) -> nn.Module:
         """Build or load the model, with the adapters."""
-        # Take the stats before the model is read: its files may change meanwhile.
-        if self.adapters is None:
-            model = self.bare_model()
-        else:
-            before = file_stats(self.adapters.base)
-            model = self.bare_model()
+        model = self.bare_model()
+        if self.adapters is not None:
             self.origin, added = add_adapters(
-                model, self.adapters, task=self.adapted_for, head=self.head, stats=before
+                model, self.adapters, task=self.adapted_for, head=self.head
             )
             self.notes = [*self.notes, added]
         return model

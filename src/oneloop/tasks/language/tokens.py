@@ -175,19 +175,12 @@ def ending_tokenizer(texts: Iterable[str], vocab: int, *, cache_key: Any = None)
 
 def tokenizer_key(model: Any) -> str:
     """Return a cache key of a tokenizer of transformers."""
-    # The special tokens are not in the tokenizer's file.
-    settings = {
-        "eos_token_id": getattr(model, "eos_token_id", None),
-        "bos_token_id": getattr(model, "bos_token_id", None),
-        "add_bos_token": getattr(model, "add_bos_token", None),
-        "add_eos_token": getattr(model, "add_eos_token", None),
-        "special": sorted(model.all_special_ids),
-    }
+    # The special tokens are not in the tokenizer's file; which of them are added to a text is.
     return key_of(
         type(model).__name__,
         model.backend_tokenizer.to_str(),
-        settings,
         model.special_tokens_map,
+        sorted(model.all_special_ids),
     )
 
 
