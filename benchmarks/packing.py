@@ -36,7 +36,7 @@ class Random(LanguageModel):
 
     def __init__(self, shape: Shape, entries: int, *, packed: bool) -> None:
         super().__init__(ModelSettings(), packed=packed)
-        self.shape, self._entries = shape, entries
+        self.shape, self.length, self._entries = shape, shape.length, entries
 
     @property
     def entries(self) -> int:

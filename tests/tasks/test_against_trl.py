@@ -117,7 +117,7 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
     model.set_attn_implementation("sdpa")
     train_set = task.train_set()
     _, ids = order_of(train_set, seed=0, batch=BATCH)[0 : STEPS * BATCH]
-    ends = task.rows.tokens("data/train.jsonl", task.rows.form)[0].ends
+    ends = task.rows.tokens("data/train.jsonl", task.rows.kinds, task.rows.encode)[0].ends
     texts = np.searchsorted(ends, train_set.starts[ids], side="right")
     rows = [lessons("train")[:800][text] for text in texts.tolist()]
 

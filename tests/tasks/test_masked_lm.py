@@ -354,7 +354,6 @@ def words_in(folder: Path, kind: Any) -> str:
         ({"share": float("nan")}, "task.share nan must be above 0"),
         ({"kept": 0.6, "replaced": 0.5}, "task.kept 0.6 and task.replaced 0.5 must be shares"),
         ({"kept": -0.1}, "task.kept -0.1"),
-        ({"pack": "none"}, "task.pack must be concat, packed or padded, got none"),
         ({"block": 2}, "task.block 2 has no room for text next to the 2 special tokens; raise it"),
         ({"vocab": 260}, "task.vocab 260 is too small: a byte-level BPE needs at least 261"),
         ({"width": 30}, "task.width 30 is not divisible by task.heads 4"),

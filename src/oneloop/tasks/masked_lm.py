@@ -85,7 +85,7 @@ class MaskedLM(RawTexts):
 
         # Choose the tokenizer.
         if self.name is not None:
-            config = _encoder_config(self.name, trust_remote_code=self.trust_remote_code)
+            config = _encoder_config(self.name, trust_remote_code=self.settings.trust_remote_code)
             self.tokenizer = self.known_tokenizer()
             padding = padding_token(config, self.tokenizer)
         else:

@@ -13,7 +13,6 @@ from oneloop.tasks.frozen.task import FrozenModel, FrozenTask
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.answer_rows import NEEDS
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.pair_rows import METRICS, PairSettings, PairTask, pair_outputs
 from oneloop.tasks.language.sequences import (
     IGNORE,
@@ -96,7 +95,7 @@ class Preference(FrozenTask, PairTask):
             data,
             {"prompt": prompt, "chosen": chosen, "rejected": rejected},
             PairSettings(**settings),
-            packed=is_packed(pack, "packed", "padded"),
+            packed=pack == "packed",
         )
         self.sample_weight = None if self.packed else 1.0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.language.answer_rows import NEEDS, Form
+from oneloop.tasks.language.answer_rows import NEEDS
 from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.conversations import encoded
 from oneloop.tasks.language.documents import token_ids
@@ -92,7 +92,7 @@ class Reward(PairTask):
         # Choose the token that fills up shorter texts.
         config = None
         if self.name is not None:
-            config = config_of(self.name, trust_remote_code=self.trust_remote_code)
+            config = config_of(self.name, trust_remote_code=self.settings.trust_remote_code)
         self.padding, note = _padding_of(self.tokenizer, config)
         self._data_notes += note
 
@@ -101,8 +101,7 @@ class Reward(PairTask):
             return super().samples_of(data, labelled=True)
         # A row to predict is a pair, or has one answer.
         encode = partial(_pair_or_answer, length=self.length)
-        form = Form([*PAIRS, *ANSWERS], encode, ["predicted reward", self.length])
-        return self._samples("data", *self.rows.tokens(data, form))
+        return self._samples("data", *self.rows.tokens(data, [*PAIRS, *ANSWERS], encode))
 
     def bare_model(self) -> nn.Module:
         """Build or load a model with one output, which knows the padding."""

@@ -36,13 +36,12 @@ from oneloop.tasks.language.token_rows import (
     tokens_of_new_rows,
 )
 from oneloop.tasks.language.token_targets import LoadSettings, TokenTargets
-from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
+from oneloop.tasks.language.tokens import ending_tokenizer
 from oneloop.tasks.model_limits import check_sizes, shorter_length
 from oneloop.tasks.rows.cache import rows_content
-from oneloop.tasks.rows.cached_arrays import Make, Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Source, notes_of, skipped_rows
 
-_CACHE_VERSION = 3  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target
 _SCRATCH = ("layers", "heads", "width", "dropout", "vocab")
 
@@ -102,8 +101,7 @@ class Seq2Seq(WritesTexts, TokenTargets):
         text_metrics: list[str] = [*DEFAULT],  # noqa: B006
         **settings: Any,
     ) -> None:
-        self.settings = Seq2SeqSettings(**settings)
-        super().__init__(self.settings)
+        super().__init__(Seq2SeqSettings(**settings))
         check_text_metrics(text_metrics)
         self.text_metrics = text_metrics
         self.columns = {"source": source, "target": target}
@@ -122,7 +120,7 @@ class Seq2Seq(WritesTexts, TokenTargets):
             texts = chain.from_iterable(texts_in(*one) for one in trained)
             self.tokenizer = ending_tokenizer(texts, vocab, cache_key=content)
         else:
-            check_encoder_decoder(self.name, trust_remote_code=self.trust_remote_code)
+            check_encoder_decoder(self.name, trust_remote_code=self.settings.trust_remote_code)
             self.tokenizer = self.known_tokenizer()
             check_tokenizer(self.name, self.tokenizer)
         self.ends = [self.tokenizer.eos_token_id]
@@ -141,7 +139,7 @@ class Seq2Seq(WritesTexts, TokenTargets):
         for key, size, default in zip(keys, (length, target_length), _LENGTHS, strict=True):
             if self.name is not None and size == default:
                 size, notes = shorter_length(
-                    self.name, size, key=key, trust_remote_code=self.trust_remote_code
+                    self.name, size, key=key, trust_remote_code=self.settings.trust_remote_code
                 )
                 self._data_notes += notes
             if size < 2:
@@ -163,20 +161,18 @@ class Seq2Seq(WritesTexts, TokenTargets):
 
     def _encoder(
         self, overlong: Overlong, source: Source, rows: Any, *, labelled: bool = True
-    ) -> tuple[Make, list[Any]]:
-        """Return what makes tokens of a row, and all that the tokens depend on."""
-        key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self.prefix, self.lengths]
-        key += [overlong, dict(source.columns), labelled]
+    ) -> tuple[partial[Any], Any]:
+        """Return what makes tokens of a row."""
         encode = partial(
             encoded_source,
-            columns=source.columns,
+            columns=dict(source.columns),
             tokenizer=self.tokenizer,
             prefix=self.prefix,
             lengths=self.lengths,
             overlong=overlong,
             labelled=labelled,
         )
-        return encode, key
+        return encode, None
 
     def _samples(self, split: str, pairs: Ragged, content: Any) -> Samples:
         """Return the pairs of one split."""

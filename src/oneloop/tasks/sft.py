@@ -14,14 +14,13 @@ from oneloop.tasks.language.answer_rows import (
     NEEDS,
     AnswerRows,
     AnswerSettings,
-    Form,
     tokenizer_from_scratch,
 )
 from oneloop.tasks.language.completions import end_token_notes, ends_in
 from oneloop.tasks.language.conversations import FLAGS, encoded
 from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import TIES, NearTies, written
-from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, ranges
 from oneloop.tasks.language.text_metrics import DEFAULT, WritesTexts, check_text_metrics
 from oneloop.tasks.language.token_rows import Data
@@ -74,7 +73,7 @@ class SFT(WritesTexts, LanguageModel):
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         check_text_metrics(text_metrics)
         answers = AnswerSettings(**settings)
-        super().__init__(answers, packed=is_packed(pack, "packed", "padded"))
+        super().__init__(answers, packed=pack == "packed")
         self.answer = answer
         self.text_metrics = text_metrics
         self.flags = flags
@@ -87,9 +86,9 @@ class SFT(WritesTexts, LanguageModel):
         self.end = self.tokenizer.eos_token_id
         columns = {"messages": messages, "prompt": prompt, "completion": completion}
         columns |= self.more_columns
-        rows = AnswerRows(
-            data, columns, self._form(labelled=True), answers, tokenizer=self.tokenizer
-        )
+        kinds = [*ANSWERS, *self.more_kinds]
+        encode = partial(encoded, flags=flags)
+        rows = AnswerRows(data, columns, kinds, encode, answers, tokenizer=self.tokenizer)
         self.rows = rows
         self.overlong = answers.overlong
         self._use_rows(rows, self._samples)
@@ -100,16 +99,6 @@ class SFT(WritesTexts, LanguageModel):
     def _new_tokenizer(self, vocab: int) -> Any:
         """Return the tokenizer of a model from scratch."""
         return tokenizer_from_scratch(vocab)
-
-    def _form(self, *, labelled: bool) -> Form:
-        """Return which rows are read; without a label, also prompts without answers."""
-        kinds = ANSWERS if labelled else (*ANSWERS, ("prompt",))
-        encode = partial(encoded if labelled else _prompt, flags=self.flags)
-        key = [labelled, *self.flags]
-        if not labelled:
-            encode = partial(encode, length=self.shape.length)
-            key.append(self.shape.length)
-        return Form([*kinds, *self.more_kinds], encode, key)
 
     def _samples(self, split: str, texts: Ragged, content: Any) -> Samples:
         # Generation stops at the tokens that end answers in the training data.
@@ -140,10 +129,11 @@ class SFT(WritesTexts, LanguageModel):
         return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
 
     def samples_of(self, data: str, *, labelled: bool) -> Samples:
-        texts, content = self.rows.tokens(data, self._form(labelled=labelled))
         if labelled:
-            return self._samples("all", texts, content)
+            return self._samples("all", *self.rows.tokens(data, self.rows.kinds, self.rows.encode))
         # Prompts, one text each, in order; the last token is not an input.
+        encode = partial(_prompt, flags=self.flags, length=self.shape.length)
+        texts, content = self.rows.tokens(data, [*ANSWERS, ("prompt",), *self.more_kinds], encode)
         return Samples(
             texts.values, *ranges(texts), content=content, notes=texts.notes, texts=texts.texts
         )

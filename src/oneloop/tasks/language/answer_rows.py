@@ -19,12 +19,13 @@ from oneloop.tasks.language.token_rows import (
     samples_of_sources,
     tokens_of_new_rows,
 )
-from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
+from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.packaged_rows import PackagedRows
-from oneloop.tasks.rows.cached_arrays import Make, Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Source
 
-_CACHE_VERSION = 3  # increase it if the tokens of a row change
+Encode = Callable[..., Any]
+"""of a row, with the arguments of :func:`oneloop.tasks.language.conversations.encoded`"""
 NEEDS = SCRATCH | {
     "vocab": "model=null",
     "held_out": "data!=lessons",
@@ -57,30 +58,15 @@ class AnswerSettings(ModelSettings, RowSettings):
     dropout: float = field(default=0.0, init=False)
 
 
-@dataclass(frozen=True)
-class Form:
-    """Which rows are read, and how they become tokens.
-
-    Args:
-        kinds: keys of each kind of rows, the first choice first.
-        encode: a function of a row, with the arguments of
-            :func:`oneloop.tasks.language.conversations.encoded`.
-        key: what it depends on besides the row: a part of the cache key.
-    """
-
-    kinds: Sequence[Sequence[str]]
-    encode: Callable[..., Any]
-    key: Sequence[Any] = ()
-
-
 class AnswerRows:
     """Opens the rows, chooses the chat template, and makes the samples.
 
     Args:
         data: value of ``task.data``.
         columns: column names by key of the task, other than tools and system.
-        form: of these rows.
-        settings: how they are read.
+        kinds: keys of each kind of rows, the first choice first.
+        encode: makes tokens of a row.
+        settings: how rows are read.
         tokenizer: of the model.
         packaged: name of the packaged rows that ``lessons`` means.
     """
@@ -89,14 +75,16 @@ class AnswerRows:
         self,
         data: Data,
         columns: dict[str, str],
-        form: Form,
+        kinds: Sequence[Sequence[str]],
+        encode: Encode,
         settings: AnswerSettings,
         *,
         tokenizer: Any,
         packaged: str = "lessons",
     ) -> None:
         self.columns = {**columns, "tools": settings.tools, "system": settings.system}
-        self.form = form
+        self.kinds = kinds
+        self.encode = encode
         self.settings = settings
         self.tokenizer = tokenizer
         self.notes = list[str]()
@@ -109,41 +97,36 @@ class AnswerRows:
         self.sources = open_sources(
             data,
             settings,
-            column_choices(self.columns, form.kinds),
+            column_choices(self.columns, kinds),
             {"lessons": packaged},
             optional=("tools", "system"),
         )
 
     def samples(self, make: MakeSamples) -> list[dict[str, Samples]]:
         """Return the samples of each source by split. Raise ValueError if a row is malformed."""
-        return samples_of_sources(self.sources, partial(self._encoder, self.form), make)
+        return samples_of_sources(self.sources, partial(self._encoder, self.encode), make)
 
-    def tokens(self, data: str, form: Form) -> tuple[Ragged, Any]:
+    def tokens(
+        self, data: str, kinds: Sequence[Sequence[str]], encode: Encode
+    ) -> tuple[Ragged, Any]:
         """Return the tokens of other data, and a key of their content."""
-        encoder = partial(self._encoder, form)
-        return tokens_of_new_rows(
-            data, column_choices(self.columns, form.kinds), self.settings.window, encoder
-        )
+        choices = column_choices(self.columns, kinds)
+        encoder = partial(self._encoder, encode)
+        return tokens_of_new_rows(data, choices, self.settings.window, encoder)
 
-    def _encoder(self, form: Form, source: Source, rows: Any) -> tuple[Make, list[Any]]:
-        """Return what makes tokens of a row, and all that the tokens depend on."""
-        columns = source.columns
+    def _encoder(self, encode: Encode, source: Source, rows: Any) -> tuple[partial[Any], Any]:
+        """Return what makes tokens of a row, and what its chat template depends on."""
+        columns = dict(source.columns)
         # Pairs without any prompt in their column, in all splits, begin with the same text.
         if columns.get("chosen") and columns.get("prompt"):
             # Packaged rows have no types.
             types = [getattr(part, "types", {}) for part in source.parts.values()]
             kinds = [by_column.get(columns["prompt"]) for by_column in types]
             if all(getattr(kind, "dtype", "") == "null" for kind in kinds):
-                columns = {**columns, "prompt": ""}
+                columns["prompt"] = ""
         chat = self._chat_of(rows, columns)
-
-        names = {key: name for key, name in columns.items() if name or key != "system"}
-        key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), chat and chat.template, names]
-        key += form.key
-        if chat and "strftime_now" in chat.template:
-            key.append(self.settings.day)
-        encode = partial(form.encode, columns=columns, tokenizer=self.tokenizer, chat=chat)
-        return encode, key
+        encode = partial(encode, columns=columns, tokenizer=self.tokenizer, chat=chat)
+        return encode, chat and [chat.template, self.settings.day]
 
     def _chat_of(self, rows: Any, columns: Any) -> Chat | None:
         """Return the chat template, or None if the first prompt or answer is a text."""

@@ -30,13 +30,6 @@ Fused = bool | Literal["auto"]
 MANY_LOGITS = 1 << 27
 
 
-def is_packed(pack: str, *known: str) -> bool:
-    """Return whether ``task.pack`` is packed. Raise ValueError if it is not one of ``known``."""
-    if pack not in known:
-        raise ValueError(f"task.pack must be {', '.join(known[:-1])} or {known[-1]}, got {pack}")
-    return pack == "packed"
-
-
 def cross_entropy(logits: Tensor, target: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each token, 0 where it is not a target, at least in float32.
 
@@ -91,8 +84,6 @@ class LanguageModel(TokenTargets):
     def __init__(self, settings: ModelSettings, *, packed: bool) -> None:
         super().__init__(settings)
         self.packed = packed
-        self.fused_loss = settings.fused_loss
-        self.router_loss = settings.router_loss
 
         # A default may be more than the positions of the model to load.
         if self.name is not None and settings.length == self.default_length:
@@ -100,11 +91,11 @@ class LanguageModel(TokenTargets):
                 self.name,
                 settings.length,
                 key=self.length_key,
-                trust_remote_code=self.trust_remote_code,
+                trust_remote_code=settings.trust_remote_code,
             )
-            settings = replace(settings, length=length)
-        self.shape: Shape = settings
-        self.length = settings.length
+            self.settings = replace(settings, length=length)
+        self.shape: Shape = self.settings
+        self.length = self.shape.length
 
         # Set by ``model``.
         self._can_fuse = False
@@ -126,26 +117,28 @@ class LanguageModel(TokenTargets):
 
     def _spanned(self, texts: Ragged, content: Any, split: str, overlong: Overlong) -> Samples:
         """Return the samples of one split; only training samples are packed."""
-        room = self.shape.length if self.packed and split == "train" else 0
-        samples = cut_texts(texts, self.shape.length, overlong, room=room, content=content)
+        room = self.length if self.packed and split == "train" else 0
+        samples = cut_texts(texts, self.length, overlong, room=room, content=content)
         self._note(split, samples.notes)
         return samples
 
     def collate(self, samples: list[Any]) -> dict[str, Any]:
         """Return samples as one batch, in which padding is not a target."""
-        return collated(samples, width=self.shape.length, most=self._max_documents)
+        return collated(samples, width=self.length, most=self._max_documents)
 
     def model(self) -> nn.Module:
         model = self.adapted_model()
-        self._masked = prepare_attention(model, packed=self.packed, router_loss=self.router_loss)
+        self._masked = prepare_attention(
+            model, packed=self.packed, router_loss=self.settings.router_loss
+        )
 
         # Prepare the fused loss also for auto, which decides by the size of each micro-batch.
-        if self.fused_loss is not False:
+        if self.settings.fused_loss is not False:
             try:
                 without_logits(model)
                 self._can_fuse = True
             except ValueError as error:
-                if self.fused_loss is True:
+                if self.settings.fused_loss is True:
                     raise ValueError(f"task.fused_loss: {error}") from error
         return model
 
@@ -153,7 +146,7 @@ class LanguageModel(TokenTargets):
         """Build or load the model, without adapters."""
         if self.name is None:
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
-        return self.load(entries=self.entries, length=self.shape.length)
+        return self.load(entries=self.entries, length=self.length)
 
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         # The masks are 4-D: transformers would read a 2-D mask on the host (sync).
@@ -166,7 +159,7 @@ class LanguageModel(TokenTargets):
         return inputs
 
     def _uses_fused_loss(self, tokens: Tensor, entries: int) -> bool:
-        if self.fused_loss != "auto":
+        if self.settings.fused_loss != "auto":
             return self._can_fuse
         many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
         if not many or not self._can_fuse:

@@ -13,7 +13,6 @@ from torch import Tensor
 from oneloop.tasks.language.answer_rows import (
     AnswerRows,
     AnswerSettings,
-    Form,
     tokenizer_from_scratch,
 )
 from oneloop.tasks.language.documents import token_ids
@@ -82,9 +81,14 @@ class PairTask(LanguageModel):
         # Tokenize the pairs of all sources, and pack those to train on.
         length = self.length - self.last_is_input
         encode = partial(encoded_pair, length=length, overlong=settings.overlong)
-        form = Form(kinds, encode, ["pair, one border", length, settings.overlong])
         rows = AnswerRows(
-            data, columns, form, settings, tokenizer=self.tokenizer, packaged="answer_pairs"
+            data,
+            columns,
+            kinds,
+            encode,
+            settings,
+            tokenizer=self.tokenizer,
+            packaged="answer_pairs",
         )
         self._use_rows(rows, self._samples)
         for name, samples in self.samples.items():
@@ -107,7 +111,7 @@ class PairTask(LanguageModel):
         )
 
     def samples_of(self, data: str, *, labelled: bool) -> Samples:
-        return self._samples("data", *self.rows.tokens(data, self.rows.form))
+        return self._samples("data", *self.rows.tokens(data, self.rows.kinds, self.rows.encode))
 
     def _texts_of(self, documents: Sequence[Any]) -> list[str]:
         """Return the prompt and both answers of a pair as texts."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.columns import check_texts, values_of
-from oneloop.tasks.language.language_model import LanguageModel, ModelSettings, is_packed
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
 from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
@@ -70,7 +70,7 @@ class RawTexts(LanguageModel):
         **model: Any,
     ) -> None:
         settings = ModelSettings(length=block, **model)
-        super().__init__(settings, packed=is_packed(pack, "concat", "packed", "padded"))
+        super().__init__(settings, packed=pack == "packed")
         self.pack = pack
         self.block = self.shape.length
         self.column = column

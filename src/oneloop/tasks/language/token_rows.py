@@ -6,9 +6,10 @@ from functools import partial
 from typing import Any
 
 from oneloop.tasks.language.sequences import Samples
+from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.rows.cache import key_of
-from oneloop.tasks.rows.cached_arrays import Make, Ragged, ragged
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     SplitBy,
@@ -24,8 +25,10 @@ from oneloop.tasks.rows.open_data import (
 Data = str | list[dict[str, Any]]
 Choices = Sequence[Mapping[str, str]]
 """columns that a source may have by key of the task ("": no such column), the first choice first"""
-Encoder = Callable[[Source, Any], tuple[Make, list[Any]]]
-"""of a source and the rows of a split: makes tokens of a row, and what the tokens depend on"""
+Encoder = Callable[[Source, Any], tuple[partial[Any], Any]]
+"""of a source and the rows of a split: makes tokens of a row with a ``tokenizer`` and settings that
+are JSON values; and what else the tokens depend on, such as the template of its ``chat``"""
+_CACHE_VERSION = 4  # increase it if the tokens of a row change
 MakeSamples = Callable[[str, Ragged, Any], Samples]
 """of the name of a split, the tokens of its rows, and a key of their content"""
 
@@ -97,7 +100,10 @@ def open_sources(
 def tokens_of(source: Source, split: str, encoder: Encoder) -> tuple[Ragged, Any]:
     """Return the tokens of the rows of one split, and a key of their content."""
     rows = source.parts[split]
-    encode, key = encoder(source, rows)
+    encode, more = encoder(source, rows)
+    settings = {**encode.keywords, "chat": more}
+    settings["tokenizer"] = tokenizer_key(settings["tokenizer"])
+    key = [_CACHE_VERSION, encode.func.__name__, settings]
     content = {**rows.fingerprint(), "made by": key_of(key)}
 
     # Do not skip rows of ``oneloop predict``: each row needs its answer.

@@ -62,11 +62,11 @@ class TokenTargets:
     ends: Sequence[int] = ()  # tokens that end answers besides the tokenizer's end token
     chat_template: str | None = None  # for the saved tokenizer, in place of its own
     tokenizer: Any
+    settings: Any
 
     def __init__(self, settings: LoadSettings) -> None:
         # The model to load; with adapters, ``model`` may be their folder.
-        self.pretrained = settings.pretrained
-        self.trust_remote_code = settings.trust_remote_code
+        self.settings = settings
         self.adapters = adapters(settings.model, settings.lora, pretrained=settings.pretrained)
         self.name = settings.model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
@@ -83,7 +83,6 @@ class TokenTargets:
 
         # Set by ``model``.
         self.origin: BaseModel | None = None
-        self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
 
     def known_tokenizer(self) -> Any:
         """Return the tokenizer of the model, or of the adapters if their folder has one."""
@@ -92,7 +91,9 @@ class TokenTargets:
         if self.adapters is not None:
             source = self.adapters.tokenizer
         return tokenizer_of(
-            source, trust_remote_code=self.trust_remote_code, fast=self.needs_fast_tokenizer
+            source,
+            trust_remote_code=self.settings.trust_remote_code,
+            fast=self.needs_fast_tokenizer,
         )
 
     def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
@@ -154,8 +155,8 @@ class TokenTargets:
             kind,
             self.name,
             classes,
-            pretrained=self.pretrained,
-            trust_remote_code=self.trust_remote_code,
+            pretrained=self.settings.pretrained,
+            trust_remote_code=self.settings.trust_remote_code,
             **loading_options(lora),
         )
         configure_four_bits(model)
@@ -203,22 +204,13 @@ class TokenTargets:
             values["divergence"] = (outputs["apart"].sum(), is_target)
 
         # Count the bytes of the target tokens, and the texts that are fully correct.
-        sizes = self._sizes_on(target.device)
-        if sizes is not None:
+        if self.token_bytes is not None:
+            sizes = self.token_bytes.to(target.device, non_blocking=True)
             values["bits_per_byte"] = (loss, sizes[target.clamp(min=0)] * is_target)
         if self.counts_whole_texts:
             exact = (right | ~is_target).all(1)
             values["exact"] = (exact, torch.ones_like(exact))
         metrics.update(values)
-
-    def _sizes_on(self, device: torch.device) -> Tensor | None:
-        """Return the bytes of each token on ``device``, where they are copied only once."""
-        sizes = self.token_bytes
-        if sizes is None:
-            return None
-        if self._sizes is None or self._sizes.device != device:
-            self._sizes = sizes.to(device)
-        return self._sizes
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -231,12 +223,10 @@ class TokenTargets:
         count = is_target.sum(1)
         losses = (widest(outputs["loss"]) * is_target).sum(1) / count
         right = (outputs["right"] & is_target).sum(1) / count
-        columns = {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
-        known = count.tolist()
-        for values in columns.values():
-            for index, tokens in enumerate(known):
-                if not tokens:
-                    values[index] = None
+        columns = {}
+        for name, values in {"loss": losses, "tokens": count, "accuracy": right}.items():
+            pairs = zip(values.tolist(), count.tolist(), strict=True)
+            columns[name] = [value if tokens else None for value, tokens in pairs]
         return columns
 
     @property
