@@ -267,23 +267,23 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "the beginning of the other": (
         {"chosen": ASK + GOOD, "rejected": ASK},
-        "rejected: it is only the beginning of the other conversation, so its answer is empty",
+        "rejected: it is only the beginning of the other side, so its answer is empty",
     ),
     "answers without a prompt": (
         {"chosen": GOOD, "rejected": BAD},
-        "the conversations begin with the answers; give their prompt in the column task.prompt",
+        "both sides have no common beginning, so their prompt is missing",
     ),
     "an empty list as the prompt": (
         {"prompt": [], "chosen": GOOD, "rejected": BAD},
-        "the conversations begin with the answers; give their prompt in the column task.prompt",
+        "both sides have no common beginning, so their prompt is missing",
     ),
     "whole texts that begin differently": (
         {"chosen": "a b", "rejected": "c b"},
-        "both texts begin differently, so the pair has two prompts; put the prompt into the",
+        "both sides have no common beginning, so their prompt is missing, or there are two; put it",
     ),
     "a text that is the beginning": (
         {"chosen": "a b", "rejected": "a"},
-        "one text is the beginning of the other, so its answer is empty; put the prompt",
+        "it is only the beginning of the other side, so its answer is empty; fill it",
     ),
     "an empty message": (
         {"prompt": ASK, "chosen": GOOD, "rejected": turns("", first="assistant")},

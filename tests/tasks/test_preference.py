@@ -78,7 +78,7 @@ def test_the_losses_are_their_closed_forms():
         "hinge": (losses.hinge(apart, beta=0.3), (1 - 0.3 * apart).clamp(min=0)),
         "ipo": (losses.ipo(apart, beta=0.3), apart**2 - apart / 0.3 + 1 / 0.36),
         "simpo": (
-            losses.simpo(chosen, rejected, beta=2.0, margin=0.5),
+            losses.simpo(chosen - rejected, beta=2.0, margin=0.5),
             (1 + torch.exp(0.5 - 2 * (chosen - rejected))).log(),
         ),
     }

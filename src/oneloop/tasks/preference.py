@@ -136,7 +136,7 @@ class Preference(FrozenTask, PairTask):
             batch["reference"] = torch.from_numpy(values)
         return batch
 
-    def _answer_sums(self, values: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _answer_sums(self, values: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Return the sums of a value of each token over both sides of each pair.
 
         They are deterministic: without atomic additions, and without matrix products (TF32).
@@ -146,16 +146,15 @@ class Preference(FrozenTask, PairTask):
             batch: of ``collate``.
 
         Returns:
-            Two tensors (pairs,). Packed rows have equally many pairs; an empty place has no
-            targets.
+            (2, pairs): of the chosen and the rejected sides. Packed rows have equally many pairs;
+            an empty place has no targets.
         """
         if "document" in batch:
             document = batch["document"] - batch["document"][:, :1]
             numbers = torch.arange(self._max_documents, device=document.device)
             is_inside = document[:, None] == numbers[:, None]
             values = (values[:, None] * is_inside).flatten(0, 1)
-        sums = values.sum(-1)
-        return sums[0::2], sums[1::2]
+        return values.sum(-1).view(-1, 2).T
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         is_target = batch["target"] != IGNORE
@@ -165,33 +164,32 @@ class Preference(FrozenTask, PairTask):
         # Sum the log-probabilities of both answers of each pair.
         logp = -self.token_losses(model, batch)
         is_target = (batch["target"] != IGNORE).to(logp.dtype)
-        chosen, rejected = self._answer_sums(logp, batch)
         counts = self._answer_sums(is_target, batch)
-        tokens = [count.clamp(min=1) for count in counts]
-        values = {"chosen_logp": chosen, "rejected_logp": rejected}
+        tokens = counts.clamp(min=1)
+        rewards = self._answer_sums(logp, batch)
+        values = {"chosen_logp": rewards[0], "rejected_logp": rewards[1]}
 
         # Compare them with those of the reference, or their means.
         if self.average:
-            chosen = chosen / tokens[0]
-            rejected = rejected / tokens[1]
-        rewards = (chosen, rejected)
+            rewards = rewards / tokens
         if self.frozen:
             reference = batch["reference"].to(logp.dtype).sum(-1) * is_target
             of_reference = self._answer_sums(reference, batch)
             if self.average:
-                of_reference = (of_reference[0] / tokens[0], of_reference[1] / tokens[1])
-            rewards = (chosen - of_reference[0], rejected - of_reference[1])
+                of_reference = of_reference / tokens
+            rewards = rewards - of_reference
             moved = losses.divergence_of_answer(logp.detach() - reference) * is_target
-            values["kl"] = sum(self._answer_sums(moved, batch)) / (tokens[0] + tokens[1])
-        each = self._each(chosen, rejected, rewards[0] - rewards[1])
+            values["kl"] = self._answer_sums(moved, batch).sum(0) / tokens.sum(0)
+        chosen, rejected = rewards
+        apart = chosen - rejected
 
         # An empty place of a packed row counts nothing.
         mask = counts[0] > 0
-        each = torch.where(mask, each, 0.0)
-        values["chosen_reward"] = self.beta * rewards[0]
-        values["rejected_reward"] = self.beta * rewards[1]
-        values["reward_margin"] = self.beta * (rewards[0] - rewards[1])
-        values["reward_accuracy"] = (rewards[0] > rewards[1]).to(logp.dtype)
+        each = torch.where(mask, self._each(chosen, rejected, apart), 0.0)
+        values["chosen_reward"] = self.beta * chosen
+        values["rejected_reward"] = self.beta * rejected
+        values["reward_margin"] = self.beta * apart
+        values["reward_accuracy"] = (chosen > rejected).to(logp.dtype)
         outputs = pair_outputs(batch, values, each, mask, training=model.training)
         return each.sum(), outputs
 
@@ -199,17 +197,18 @@ class Preference(FrozenTask, PairTask):
         """Return the loss of each pair."""
         beta = self.beta
         smoothing = self.label_smoothing
-        if self.kind == "dpo":
-            return losses.dpo(apart, beta=beta, smoothing=smoothing)
-        if self.kind == "robust":
-            return losses.robust(apart, beta=beta, smoothing=smoothing)
-        if self.kind == "hinge":
-            return losses.hinge(apart, beta=beta)
-        if self.kind in ("ipo", "ipo_mean"):
-            return losses.ipo(apart, beta=beta)
-        if self.kind == "orpo":
-            return losses.orpo(chosen, rejected, beta=beta)
-        return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
+        match self.kind:
+            case "dpo":
+                return losses.dpo(apart, beta=beta, smoothing=smoothing)
+            case "robust":
+                return losses.robust(apart, beta=beta, smoothing=smoothing)
+            case "hinge":
+                return losses.hinge(apart, beta=beta)
+            case "orpo":
+                return losses.orpo(chosen, rejected, beta=beta)
+            case "simpo":
+                return losses.simpo(apart, beta=beta, margin=self.margin, smoothing=smoothing)
+        return losses.ipo(apart, beta=beta)
 
     def metrics(self) -> Means:  # type: ignore[override]
         names = ("chosen_logp", "rejected_logp", *(("kl",) if self.frozen else ()))
@@ -229,9 +228,5 @@ class Preference(FrozenTask, PairTask):
     def _log_probabilities(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of each document of a batch."""
         logp = -on_host(self.token_losses(model, batch)).numpy()
-        found = []
-        for row, length in zip(logp, batch["length"].tolist(), strict=True):
-            records = np.empty(length, RECORD)
-            records["logp"] = row[:length]
-            found.append(records)
-        return found
+        lengths = batch["length"].tolist()
+        return [row[:length] for row, length in zip(logp, lengths, strict=True)]

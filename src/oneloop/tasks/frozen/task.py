@@ -223,8 +223,9 @@ def _compute(
                 on_device = {key: tensor.to(device) for key, tensor in batch.items()}
                 computed = frozen.compute(model, on_device)
                 for document, values in zip(documents, computed, strict=True):
-                    records[outputs.positions(document, number)] = values
-                    if any(np.isnan(values[key]).any() for key in outputs.record.names or ()):
+                    here = outputs.positions(document, number)
+                    records[here] = values
+                    if any(np.isnan(records[key][here]).any() for key in records.dtype.names or ()):
                         raise ValueError(
                             f"{frozen.role} computes NaN for document {document} of {name}; check "
                             "its weights and precision"

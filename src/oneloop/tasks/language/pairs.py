@@ -7,7 +7,6 @@ token (:func:`oneloop.tasks.language.completions.with_one_border`).
 """
 
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 from typing import Any, Literal
 
 import numpy as np
@@ -152,7 +151,7 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
         if given:
             raise ValueError("the prompt is messages, and the answers are texts; use one form")
         if not columns.get("prompt"):
-            return _common_text(answers["chosen"], answers["rejected"])
+            return _common_beginning(*answers.values())
         if is_missing(prompt):
             raise ValueError(
                 "the prompt is empty; fill it, or remove the row; if all texts begin with their "
@@ -164,7 +163,7 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
     alone = all(messages[0]["role"] == "assistant" for messages in lists.values())
     if alone and not is_missing(prompt):
         return given or [{"role": "user", "content": prompt}], lists
-    before, ends = _common_messages(lists["chosen"], lists["rejected"])
+    before, ends = _common_beginning(*lists.values())
     if given is not None and before != given:
         raise ValueError(
             f"the prompt has {len(given)} messages, and is not what both conversations have in "
@@ -174,69 +173,49 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
     return before, ends
 
 
-def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
-    """Return the longest common beginning of two texts, and both ends.
+def _common_beginning(chosen: Any, rejected: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the longest common beginning of two texts or conversations, and both ends.
 
-    As in TRL, a blank at the end of the beginning belongs to the answers. Raise ValueError if the
-    texts have no common beginning.
+    As in TRL, a blank at the end of the beginning of texts belongs to the answers. Raise ValueError
+    if there is no common beginning, if an end is empty, or if conversations do not differ first in
+    what the assistant answers.
     """
-    same = len(commonprefix([chosen, rejected]))  # noqa: RUF071 by characters
-    if same and same < min(len(chosen), len(rejected)) and chosen[same - 1] == " ":
-        same -= 1
-    answers = {"chosen": chosen[same:], "rejected": rejected[same:]}
     if chosen == rejected:
         raise ValueError(_EQUAL)
-    if not same:
-        raise ValueError(
-            "both texts begin differently, so the pair has two prompts; put the prompt into the "
-            "column task.prompt, or begin both texts with it"
-        )
-    if not all(answers.values()):
-        raise ValueError(
-            "one text is the beginning of the other, so its answer is empty; put the prompt into "
-            "the column task.prompt"
-        )
-    return chosen[:same], answers
-
-
-def _common_messages(
-    chosen: Sequence[dict[str, Any]], rejected: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the common beginning of two conversations, and both ends, which are answers.
-
-    Raise ValueError if they do not differ first in a message of the assistant.
-    """
     same = 0
     for one, other in zip(chosen, rejected, strict=False):
         if one != other:
             break
         same += 1
-    ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
-    if chosen == rejected:
-        raise ValueError(_EQUAL)
-    for side, messages in ends.items():
-        if not messages:
+    for side, answer in zip(SIDES, (chosen, rejected), strict=True):
+        if len(answer) == same:
             raise ValueError(
-                f"{side}: it is only the beginning of the other conversation, so its answer is "
-                "empty; fill it, or remove the row"
+                f"{side}: it is only the beginning of the other side, so its answer is empty; "
+                "fill it, remove the row, or put the prompt into the column task.prompt"
             )
+    if not is_text(chosen):
+        _check_differing(chosen[same], rejected[same], same)
+    elif same and chosen[same - 1] == " ":
+        same -= 1
+    if not same:
+        raise ValueError(
+            "both sides have no common beginning, so their prompt is missing, or there are two; "
+            "put it into the column task.prompt, or begin both sides with it"
+        )
+    return chosen[:same], {"chosen": chosen[same:], "rejected": rejected[same:]}
 
-    # They differ first in what the assistant answers.
+
+def _check_differing(chosen: dict[str, Any], rejected: dict[str, Any], number: int) -> None:
+    """Raise ValueError if two messages do not differ in what the assistant answers."""
     differing = {}
-    for key in {**chosen[same], **rejected[same]}:
-        values = chosen[same].get(key), rejected[same].get(key)
+    for key in {**chosen, **rejected}:
+        values = chosen.get(key), rejected.get(key)
         if values[0] != values[1]:
             differing[key] = f"{key} ({' and '.join(map(brief, values))})"
-    role = chosen[same]["role"]
-    if {role, rejected[same]["role"]} != {"assistant"} or differing.keys().isdisjoint(ANSWERS):
+    role = chosen["role"]
+    if {role, rejected["role"]} != {"assistant"} or differing.keys().isdisjoint(ANSWERS):
         raise ValueError(
-            f"the prompts of the pair differ: message {same} from {role} differs in "
+            f"the prompts of the pair differ: message {number} from {role} differs in "
             f"{', '.join(differing.values())}; both sides need one prompt, and may differ first in "
             "what the assistant answers"
         )
-    if not same:
-        raise ValueError(
-            "the conversations begin with the answers; give their prompt in the column "
-            "task.prompt, or as the first message of both"
-        )
-    return [*chosen[:same]], ends

@@ -21,8 +21,6 @@ def dpo(apart: Tensor, *, beta: float, smoothing: float = 0.0) -> Tensor:
     wrong. (TRL's loss ``sigmoid`` ignores label_smoothing.)
     """
     right = F.logsigmoid(beta * apart)
-    if not smoothing:
-        return -right
     wrong = F.logsigmoid(-beta * apart)
     return -(1 - smoothing) * right - smoothing * wrong
 
@@ -54,20 +52,13 @@ def ipo(apart: Tensor, *, beta: float) -> Tensor:
     return (apart - target) ** 2
 
 
-def simpo(
-    chosen: Tensor, rejected: Tensor, *, beta: float, margin: float, smoothing: float = 0.0
-) -> Tensor:
+def simpo(apart: Tensor, *, beta: float, margin: float, smoothing: float = 0.0) -> Tensor:
     """Return the loss of SimPO (Meng et al. 2024, equation 6), which needs no reference.
 
-    ``-log s(beta (chosen - rejected) - margin)``, with means over the tokens of each answer; margin
-    is the paper's gamma.
+    ``-log s(beta apart - margin)``, where apart is chosen minus rejected, with means over the
+    tokens of each answer; margin is the paper's gamma.
     """
-    apart = chosen - rejected
-    return dpo(
-        apart - margin / beta,
-        beta=beta,
-        smoothing=smoothing,
-    )
+    return dpo(apart - margin / beta, beta=beta, smoothing=smoothing)
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
