@@ -437,7 +437,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "k": (("--task.top_k", "100000"), "must be from 1 to the 320 entries"),
     "negative k": (("--task.top_k", "-1"), "must be from 1 to the 320 entries"),
     "fused": (("--task.fused_loss", "true"), "distillation needs logits"),
-    "no teacher": (("--task.teacher", ""), "task.teacher is missing"),
+    "no teacher": (("--task.teacher", ""), "task.teacher '' is not a folder saved by transformers"),
     "name": (("--task.teacher", "gpt2"), "is not a folder saved by transformers"),
     "pickle": (("--task.teacher", "PICKLE"), "has no safetensors"),
     "quantized": (("--task.teacher", "QUANTIZED"), "is quantized"),

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 from oneloop.tasks.language.sequences import Sample
-from oneloop.tasks.reward import METRICS, Reward, RewardSums, accuracy
+from oneloop.tasks.reward import METRICS, Reward, RewardSums
 from preference_rows import a_llama, rows, write
 from silent_cases import unfinished
 from worlds import after, apply, each_message, run, timeless, train
@@ -123,7 +123,6 @@ def test_the_loss_its_gradient_and_the_metrics_in_closed_form(tmp_path):
     # An equal pair counts half. In training the outputs are means over the pairs.
     assert outputs["reward_accuracy"] == 0.75 and outputs["reward_margin"] == 0.75
     assert outputs["chosen_reward"] == 1.25 and outputs["rejected_reward"] == 0.5
-    assert accuracy(torch.tensor([2.0, 0.0, -1e-9])).tolist() == [1, 0.5, 0]
     model.eval()
     sums = RewardSums()
     task.update(sums, batch, task.loss(model, batch)[1])

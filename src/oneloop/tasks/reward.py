@@ -191,7 +191,7 @@ class Reward(PairTask):
         if self.centering:
             each = each + self.centering * (chosen + rejected) ** 2
         values = {
-            "reward_accuracy": accuracy(apart),
+            "reward_accuracy": (torch.sign(apart.detach()) + 1) / 2,  # 0.5 if both are equal
             "reward_margin": apart,
             "chosen_reward": chosen,
             "rejected_reward": rejected,
@@ -231,15 +231,6 @@ class RewardSums(Means):
         mean = (metrics["chosen_reward"] + metrics["rejected_reward"]) / 2
         variance = metrics.pop(_SQUARE) - mean**2
         return {**metrics, "reward_mean": mean, "reward_std": math.sqrt(max(variance, 0.0))}
-
-
-def accuracy(apart: Tensor) -> Tensor:
-    """Return 1 for each pair whose chosen reward is larger, 0.5 if both are equal, else 0.
-
-    Args:
-        apart: chosen minus rejected reward of each pair.
-    """
-    return (torch.sign(apart.detach()) + 1) / 2
 
 
 def _pair_or_answer(

@@ -40,7 +40,7 @@ from oneloop.tasks.language.tokens import ending_tokenizer
 from oneloop.tasks.model_limits import check_sizes, shorter_length
 from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source, notes_of, skipped_rows
+from oneloop.tasks.rows.open_data import Source
 
 _LENGTHS = (256, 128)  # default lengths of source and target
 _SCRATCH = ("layers", "heads", "width", "dropout", "vocab")
@@ -128,9 +128,6 @@ class Seq2Seq(WritesTexts, TokenTargets):
         # Tokenize all splits of all sources.
         encoder = partial(self._encoder, overlong)
         self._use(sources, samples_of_sources(sources, encoder, self._samples))
-        self._data_notes = [*notes_of(sources), *self._data_notes]
-        self.skipped_rows = skipped_rows(sources)
-        self.notes = self._data_notes
 
     def _use_lengths(self, length: int, target_length: int) -> None:
         """Use these lengths; a default may be more than the model's positions."""

@@ -89,8 +89,6 @@ class SFT(WritesTexts, LanguageModel):
         kinds = [*ANSWERS, *self.more_kinds]
         encode = partial(encoded, flags=flags)
         rows = AnswerRows(data, columns, kinds, encode, answers, tokenizer=self.tokenizer)
-        self.rows = rows
-        self.overlong = answers.overlong
         self._use_rows(rows, self._samples)
         self._data_notes += end_token_notes(self.ends, self.tokenizer)
         first = next(iter(self.samples.values()))
@@ -106,27 +104,21 @@ class SFT(WritesTexts, LanguageModel):
             special = {self.end} if self.rows.chat is None else self.rows.chat.special
             self.ends = sorted({*self.ends, *ends_in(texts, special, self.tokenizer)})
         try:
-            return self._spanned(texts, content, split, self.overlong)
+            return self._spanned(texts, content, split, self.settings.overlong)
         except ValueError as error:
             raise ValueError(f"{error} (task.length)") from error
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
         """Return a log line with the text of a sample, trained parts in «»."""
+        # The first token is only an input.
+        is_trained = np.append(False, sample[1:] >= 0)
+        borders = np.flatnonzero(np.diff(is_trained)) + 1
         text = ""
-        trained_tokens = 0
-        inside = False
-        for index, token in enumerate(token_ids(sample).tolist()):
-            # The first token is only an input.
-            trained = index > 0 and bool(sample[index] >= 0)
-            if trained != inside:
-                text += "«" if trained else "»"
-            inside = trained
-            trained_tokens += trained
-            text += self.decode([token])
-        if inside:
-            text += "»"
-        share = trained_tokens / (len(sample) - 1)
-        return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
+        for part in np.split(np.arange(len(sample)), borders):
+            piece = self.decode(token_ids(sample[part]).tolist())
+            text += f"«{piece}»" if is_trained[part[0]] else piece
+        share = 100 * is_trained[1:].mean()
+        return f"a sample, with the trained text in «» ({share:.0f} % of it): {text!r}"
 
     def samples_of(self, data: str, *, labelled: bool) -> Samples:
         if labelled:

@@ -82,11 +82,6 @@ class FrozenOutputs:
         first = self.starts[self.ranges[number].start]
         return slice(int(start - first), int(stop - first))
 
-    def empty(self, number: int) -> NDArray[Any]:
-        """Return an array for the records of a range."""
-        last = self.ranges[number][-1]
-        return np.empty(self.positions(last, number).stop, self.record)
-
     def __getitem__(self, document: int) -> NDArray[Any]:
         """Return the records of a document, (records of the document,).
 

@@ -216,7 +216,8 @@ def _compute(
         for name, number in share:
             outputs = frozen.outputs[name]
             batches = outputs.batches(number)
-            records = outputs.empty(number)
+            last = outputs.ranges[number][-1]
+            records = np.empty(outputs.positions(last, number).stop, outputs.record)
             for at in range(forwards or len(batches)):
                 documents = batches[at % len(batches)]
                 batch = frozen.batch(name, documents)
@@ -239,7 +240,7 @@ def _compute(
 def _code(task: FrozenTask, model: nn.Module) -> str:
     """Return a hash of all sources of the user, and of the versions of packages."""
     kinds = {kind for part in (task, *model.modules()) for kind in type(part).__mro__}
-    packages = {kind.__module__.partition(".")[0] for kind in kinds} | {"torch", "transformers"}
+    packages = {kind.__module__.partition(".")[0] for kind in kinds}
     versions = {name: str(getattr(sys.modules.get(name), "__version__", "")) for name in packages}
 
     # Each command of oneloop is another script. The classes of a notebook have no module.

@@ -22,7 +22,6 @@ from oneloop.tasks.language.token_rows import MakeSamples
 from oneloop.tasks.language.token_targets import LoadSettings, TokenTargets
 from oneloop.tasks.model_limits import shorter_length
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import notes_of, skipped_rows
 
 Fused = bool | Literal["auto"]
 
@@ -111,9 +110,7 @@ class LanguageModel(TokenTargets):
         self.rows = rows
         self.chat_template = rows.template
         self._use(rows.sources, rows.samples(make))
-        self.skipped_rows = skipped_rows(rows.sources)
-        self._data_notes += [*rows.notes, *notes_of(rows.sources)]
-        self.notes = self._data_notes
+        self._data_notes += rows.notes
 
     def _spanned(self, texts: Ragged, content: Any, split: str, overlong: Overlong) -> Samples:
         """Return the samples of one split; only training samples are packed."""
@@ -210,28 +207,16 @@ class LanguageModel(TokenTargets):
             outputs["padding"] = batch["padding"]
         return total, outputs
 
-    def pieces(
-        self, tokens: list[int], losses: list[float], trained: list[bool]
-    ) -> list[tuple[str, float | None]]:
-        """Return each token as text with its loss; the loss is None if the token is not trained.
-
-        Args:
-            tokens: token ids of a sample.
-            losses: loss of each token except the first, in nats.
-            trained: whether each token except the first is trained.
-        """
-        pieces = []
-        for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True):
-            pieces.append((self.decode([token]), loss if counts else None))
-        return pieces
-
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return each token with its loss, and what the model wrote after the prompt."""
         document = sample.documents[0]
-        trained = (document[1:] >= 0).tolist()
         tokens = token_ids(document).tolist()
-        losses = outputs["loss"][: len(trained)].tolist()
-        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
+        losses = outputs["loss"].tolist()
+        # The first token is only an input; tokens that are not trained have no loss.
+        pieces: list[tuple[str, float | None]] = [(self.decode(tokens[:1]), None)]
+        for token, stored, loss in zip(tokens[1:], document[1:], losses, strict=False):
+            pieces.append((self.decode([token]), loss if stored >= 0 else None))
+        shown: dict[str, Any] = {"tokens": pieces}
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
             shown["continuation"] = self._answer(outputs["written"].tolist())

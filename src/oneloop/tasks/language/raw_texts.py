@@ -21,9 +21,7 @@ from oneloop.tasks.rows.open_data import (
     Unreadable,
     local_only,
     named_sources,
-    notes_of,
     opened,
-    skipped_rows,
     whole,
 )
 from oneloop.tasks.rows.rows import Row
@@ -80,8 +78,6 @@ class RawTexts(LanguageModel):
         )
         for source in self._sources:
             opened(source, held_out=held_out, window=window, kinds=KINDS_OF_TEXTS, check=_CHECK)
-        self.skipped_rows = skipped_rows(self._sources)
-        self._data_notes += notes_of(self._sources)
 
     def _learn_bpe(self, vocab: int, *special: str) -> str:
         """Train a BPE on the training texts; it is cached by their content.

@@ -123,7 +123,7 @@ class Samples:
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Number of tokens of each document."""
-        return np.asarray(self.stops - self.starts, dtype=np.int64)
+        return self.stops - self.starts
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return an order by length within a few steps, unless all samples are equally long.
@@ -336,16 +336,12 @@ def ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def count_targets(
     values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]
-) -> NDArray[np.int64]:
+) -> NDArray[Any]:
     """Return the number of targets of each range; its first token is only an input."""
-    counts = np.zeros(len(starts), dtype=np.int64)
-    nonempty = np.flatnonzero(stops - starts > 1)
-    if len(nonempty):
-        # reduceat also sums from each stop to the next start: take every second sum.
-        edges = np.stack([starts[nonempty] + 1, stops[nonempty]], axis=1).ravel()
-        is_target = np.append(values >= 0, False)  # so that the end is a valid edge
-        counts[nonempty] = np.add.reduceat(is_target, edges, dtype=np.int64)[::2]
-    return counts
+    # The number of targets before each token may wrap around; its differences stay right.
+    before = np.zeros(len(values) + 1, np.int32)
+    np.cumsum(values >= 0, dtype=np.int32, out=before[1:])
+    return before[stops] - before[np.minimum(starts + 1, stops)]
 
 
 def filled(rows: Sequence[Any], value: int, width: int = 0) -> Tensor:

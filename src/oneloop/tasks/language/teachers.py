@@ -1,5 +1,7 @@
 """Teachers: models of transformers that only compute outputs. Safetensors, without remote code."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,20 @@ from oneloop.tasks.transformers_models import (
 )
 
 
+@contextmanager
+def _about_teacher(name: str) -> Iterator[None]:
+    """Let the messages of errors name ``task.teacher``."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"task.teacher {name!r} needs Python code stored with its weights, which is never "
+                "run; give a teacher whose class is in transformers"
+            ) from error
+        raise ValueError(str(error).replace("task.model", "task.teacher", 1)) from error
+
+
 def checked_teacher(name: str, *, entries: int = 0, length: int = 0) -> Any:
     """Return the tokenizer of a teacher, of which only the configuration is read.
 
@@ -27,25 +43,7 @@ def checked_teacher(name: str, *, entries: int = 0, length: int = 0) -> Any:
     Raises:
         ValueError: it is missing, quantized, not in safetensors, or too small.
     """
-    if not name:
-        raise ValueError(
-            "task.teacher is missing; give a folder saved by transformers, such as final/ of a "
-            "run, or hf:ID"
-        )
-    try:
-        return _checked(name, entries, length)
-    except ValueError as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(
-                f"task.teacher {name!r} needs Python code stored with its weights, which is never "
-                "run; give a teacher whose class is in transformers"
-            ) from error
-        why = str(error).removeprefix("task.model").removeprefix("task.teacher")
-        raise ValueError(f"task.teacher {why.strip()}") from error
-
-
-def _checked(name: str, entries: int, length: int) -> Any:
-    if not is_transformers(name):
+    if not (name and is_transformers(name)):
         raise ValueError(
             f"task.teacher {name!r} is not a folder saved by transformers; give one, such as "
             "final/ of a run, or hf:ID"
@@ -57,22 +55,24 @@ def _checked(name: str, entries: int, length: int) -> Any:
         )
 
     # Read the sizes from its configuration.
-    config = config_of(name, whole=True)
-    if getattr(config, "quantization_config", None):
-        raise ValueError(f"task.teacher {name!r} is quantized; give the unquantized model")
-    vocabulary = config.get_text_config().vocab_size
-    if entries > vocabulary:
-        raise ValueError(
-            f"task.teacher {name!r} has a vocabulary of {vocabulary:,} entries, and the student's "
-            f"tokenizer {entries:,}; give a teacher with the student's vocabulary"
-        )
-    if length:
-        positions, _ = shorter_length(name, length, key="length")
-        if positions < length:
+    with _about_teacher(name):
+        config = config_of(name, whole=True)
+        if getattr(config, "quantization_config", None):
+            raise ValueError(f"task.teacher {name!r} is quantized; give the unquantized model")
+        vocabulary = config.get_text_config().vocab_size
+        if entries > vocabulary:
             raise ValueError(
-                f"task.teacher {name!r} has {positions:,} positions; set task.length {positions}"
+                f"task.teacher {name!r} has a vocabulary of {vocabulary:,} entries, and the "
+                f"student's tokenizer {entries:,}; give a teacher with the student's vocabulary"
             )
-    return tokenizer_of(name)
+        if length:
+            positions, _ = shorter_length(name, length, key="length")
+            if positions < length:
+                raise ValueError(
+                    f"task.teacher {name!r} has {positions:,} positions; set task.length "
+                    f"{positions}"
+                )
+        return tokenizer_of(name)
 
 
 def load_teacher(name: str, *, entries: int, length: int) -> nn.Module:
@@ -86,13 +86,11 @@ def load_teacher(name: str, *, entries: int, length: int) -> nn.Module:
     Raises:
         ValueError: it cannot be loaded.
     """
-    try:
+    with _about_teacher(name):
         model, notes = auto_model("AutoModelForCausalLM", name, None, dtype="auto")
         check_sizes(model, name, entries=entries, length=length, key="length")
-    except ValueError as error:
-        raise ValueError(str(error).replace("task.model", "task.teacher", 1)) from error
-    if notes:
-        raise ValueError(f"task.teacher {name!r} is not a whole language model: {notes[0]}")
+        if notes:
+            raise ValueError(f"task.teacher {name!r} is not a whole language model: {notes[0]}")
     return model
 
 

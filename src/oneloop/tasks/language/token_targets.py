@@ -21,7 +21,7 @@ from oneloop.tasks.language.models import (
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.light_metrics import TextMeans
 from oneloop.tasks.model_limits import check_sizes
-from oneloop.tasks.rows.open_data import Source, combined
+from oneloop.tasks.rows.open_data import Source, combined, notes_of, skipped_rows
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 
@@ -112,6 +112,9 @@ class TokenTargets:
             self._data_notes.append(
                 "a mixture defines its own order: samples are not sorted by length (more padding)"
             )
+        self.skipped_rows = skipped_rows(sources)
+        self._data_notes += notes_of(sources)
+        self.notes = self._data_notes
 
     def train_set(self) -> Any:
         return self._sets["train"]
