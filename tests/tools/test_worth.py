@@ -17,7 +17,7 @@ from oneloop.cli import main
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tools.prove.short_run import as_arguments
-from oneloop.tools.worth.techniques import PRECISION, TECHNIQUES, Machine
+from oneloop.tools.worth.techniques import PRECISION, TECHNIQUES, Machine, keys, missing
 from oneloop.tools.worth.worth import Runner, TimedRun, compare, list_faults, sentences, table
 
 pytestmark = pytest.mark.covers(
@@ -185,14 +185,14 @@ class Unbuilt(ImageClassification):
 def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
     recipe = read(["gpt"])
     machine = Machine(device=device, cores=4, blocks=True, convolutions=False)
-    for technique in TECHNIQUES:
-        keys = technique.keys(recipe, machine)
-        if isinstance(keys, str):
-            assert technique.name in {"channels_last", "pinned", "fp16"} and keys.startswith(
-                "needs"
-            )
+    keys_of = keys(recipe, machine)
+    assert list(keys_of) == list(TECHNIQUES)
+    for name in TECHNIQUES:
+        reason = missing(name, recipe, machine)
+        if reason:
+            assert name in {"channels_last", "pinned", "fp16"} and reason.startswith("needs")
             continue
-        on, off = keys
+        on, off = keys_of[name]
         assert on.keys() == off.keys() and on != off
         for side in (on, off):
             side.pop(PRECISION, None)  # it is an option of the launcher

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from oneloop.basics.command_options import Options, names, positive
-from oneloop.tools.worth.techniques import named
+from oneloop.tools.worth.techniques import check_names
 
 
 def worth(words: Sequence[str]) -> int:
@@ -25,7 +25,7 @@ def worth(words: Sequence[str]) -> int:
     )
     options.add_argument("--to", type=Path, metavar="DIR", help="default: runs/worth-RECIPE")
     given, training = options.parse_known_args(words)
-    named(given.only)
+    check_names(given.only)
 
     from oneloop.recipe.parse import check_keys  # 0.3 s
 

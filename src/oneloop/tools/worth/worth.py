@@ -22,12 +22,13 @@ from oneloop.recipe.parse import read
 from oneloop.tools.prove.short_run import Forked, RunFailed, train_briefly
 from oneloop.tools.worth.techniques import (
     DEFAULT,
-    KNOWN,
     PRECISION,
     TECHNIQUES,
     Keys,
     Machine,
-    named,
+    check_names,
+    keys,
+    missing,
 )
 
 _SAME_STEPS = 8  # steps before weights are compared; rounding is still small
@@ -142,7 +143,7 @@ def measured(
         BadInput: The recipe or a name is wrong, or the recipe does not train at all.
     """
     recipe = read(words)
-    chosen = named(only)
+    check_names(only)
 
     # Run the recipe, to find the number of steps that take about ``seconds``.
     runner = Runner(words, timeout=timeout)
@@ -157,15 +158,15 @@ def measured(
     on: dict[str, Keys] = {}  # by the name of the technique
     off: dict[str, Keys] = {}
     faults: dict[str, str] = {}
-    for technique in chosen or TECHNIQUES:
-        keys = technique.keys(recipe, machine)
-        if isinstance(keys, tuple) and (chosen or len(on) < DEFAULT):
-            on[technique.name], off[technique.name] = keys
-        elif chosen:
-            faults[technique.name] = f"does not work with this recipe: {keys}"
     base: Keys = {}
-    for plain_keys in off.values():
-        base |= plain_keys
+    keys_of = keys(recipe, machine)
+    for name in only or TECHNIQUES:
+        reason = missing(name, recipe, machine)
+        if reason and only:
+            faults[name] = f"does not work with this recipe: {reason}"
+        elif not reason and (only or len(on) < DEFAULT):
+            on[name], off[name] = keys_of[name]
+            base |= off[name]
     say(f"{recipe.name}: {len(on)} techniques, {steps} steps per run, {rounds} rounds")
 
     # Compare the weights first: what fails here is not timed.
@@ -205,14 +206,14 @@ def measured(
     for name, result in same.items():
         alone = runs[f"+{name}"]
         without = runs[f"-{name}"]
-        row = {"name": name, "about": KNOWN[name].about, "on": on[name], "off": off[name]}
+        row = {"name": name, "about": TECHNIQUES[name], "on": on[name], "off": off[name]}
         row["result"] = result
         row["alone"] = compare(alone, runs["none"])
         row["on top"] = compare(runs["all"], without)
         row["fault"] = list_faults([*alone, *without])
         rows.append(row)
     for name, fault in faults.items():
-        rows.append({"name": name, "about": KNOWN[name].about, "fault": fault})
+        rows.append({"name": name, "about": TECHNIQUES[name], "fault": fault})
     none = runs["none"]
     return {
         "recipe": recipe.name,
