@@ -15,7 +15,6 @@ import threading
 import time
 from base64 import b64encode
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,7 +37,7 @@ from oneloop.tools.elastic import bounded_store, rendezvous
 from oneloop.tools.elastic.agent import Agent, usable_ranks
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
-from oneloop.tools.elastic.node_checks import NodeFacts, compared
+from oneloop.tools.elastic.node_checks import NodeFacts, compared, foreign_folder
 from oneloop.tools.elastic.signed_backend import agree_on_secret, secret
 from oneloop.tools.nodes import ACCELERATE, Nodes, nodes, nodes_of_accelerate
 from worlds import ROOT, free_port, run, train
@@ -162,9 +161,9 @@ def _first(*every: NodeFacts) -> str:
 
 def test_facts_of_a_node_with_another_version_are_read():
     sent = {"name": "a", "processes": 8, "settings": {"oneloop": "9"}, "loopback": ""}
-    assert NodeFacts.received(sent | {"newer": 1}).file is None
-    assert NodeFacts.received(sent).as_json() == sent
-    assert NodeFacts.received(sent | {"file": "f"}).as_json() == sent | {"file": "f"}
+    assert foreign_folder("b", sent) == ""  # it has sent no file, as without a shared folder
+    newer = sent | {"settings": {"oneloop": "10"}, "newer": 1}
+    assert "oneloop is 9 on a and 10 on a" in _first(sent, newer)
 
 
 def test_nodes_that_do_not_fit_together():
@@ -173,19 +172,19 @@ def test_nodes_that_do_not_fit_together():
         processes=8,
         settings={"torch": "2.15"},
         loopback="",
-        file=None,
+        file="",
     )
-    two = replace(one, name="b")
+    two = one | {"name": "b"}
     assert _first(one, two) == ""
-    fewer = replace(two, processes=4)
+    fewer = two | {"processes": 4}
     assert "a 8, b 4; give the smallest as --processes_per_node" in _first(one, fewer)
-    older = replace(two, settings={"torch": "2.14"})
+    older = two | {"settings": {"torch": "2.14"}}
     assert "torch is 2.15 on a and 2.14 on b" in _first(one, older)
-    half = replace(two, settings={"torch": "2.15", "ACCELERATE_MIXED_PRECISION": "bf16"})
+    half = two | {"settings": {"torch": "2.15", "ACCELERATE_MIXED_PRECISION": "bf16"}}
     assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in _first(
         one, half
     )
-    unreachable = replace(one, loopback="resolves to 127.0.1.1")
+    unreachable = one | {"loopback": "resolves to 127.0.1.1"}
     assert _first(unreachable) == ""  # only one node
     assert "127" in _first(one, unreachable)
 

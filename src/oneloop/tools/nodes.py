@@ -7,7 +7,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -54,7 +54,8 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
         BadInput: wrong options, or two schedulers disagree.
     """
     # Read the environment.
-    found = [one for read in _SOURCES if (one := read(environ)) is not None]
+    schedulers = (_of_torchrun(environ), _of_slurm(environ))
+    found = [known for known in schedulers if known is not None]
     for other in found[1:]:
         if (other.least, other.most) != (found[0].least, found[0].most):
             raise BadInput(
@@ -65,10 +66,7 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     # Options override it.
     if "nodes" in given:
         least, most = _range(given["nodes"])
-        if known is None:
-            known = Nodes(least, most, host="")
-        else:
-            known = replace(known, least=least, most=most)
+        known = replace(known or Nodes(least, most, host=""), least=least, most=most)
     elif known is None and given:
         known = Nodes(1, 1, "127.0.0.1")
     if known is None:
@@ -150,15 +148,6 @@ def agent_words(nodes: Nodes, words: list[str], module: str, folder: str) -> lis
     hide_warnings_of_torch()
     task = AgentTask(nodes, words, module, folder, os.getpid())
     return ["-m", module_of("several nodes or restarts"), json.dumps(asdict(task))]
-
-
-def is_here(host: str) -> bool:
-    """Return whether an address is one of this host: only then can a socket be bound to it."""
-    try:
-        with socket.create_server((socket.gethostbyname(host), 0)):
-            return True
-    except OSError:
-        return False
 
 
 def address_towards(host: str, port: int) -> str:
@@ -248,12 +237,6 @@ def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
     gpus = environ.get("SLURM_GPUS_ON_NODE", "")
     each = int(gpus) if gpus.isdigit() else None
     return Nodes(int(number), int(number), host, port, each, source="SLURM_STEP_NUM_NODES, …")
-
-
-_SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
-    _of_torchrun,
-    _of_slurm,
-)
 
 
 def accelerate_variables(

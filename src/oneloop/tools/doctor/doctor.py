@@ -26,13 +26,12 @@ from oneloop.launch.command import NODE_OPTIONS, launch_options, split
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import (
-    NodeFacts,
     about,
     compared,
     facts,
     foreign_folder,
     local_problems,
-    new_file,
+    shared_file,
 )
 from oneloop.tools.elastic.rendezvous import exchanged, open_store
 from oneloop.tools.nodes import (
@@ -49,13 +48,8 @@ _FEW = 4  # of this many links, a slow one is reported
 _SLOW = 3.0  # times the median
 
 
-@dataclass
-class _Host:
-    """What a host reports about itself."""
-
-    name: str
-    about: str  # a line
-    problems: list[str]
+_Host = dict[str, Any]
+"""What a host reports: its name, a line about it, its problems, and the facts of a node."""
 
 
 @dataclass
@@ -93,7 +87,11 @@ def run(words: Sequence[str]) -> int:
         folder = recipe.folder if recipe.mirror is None else None
 
     # Check this host, then all of them together.
-    mine = _Host(socket.gethostname(), about(), list(local_problems(folder or Path("runs"))))
+    mine: _Host = {
+        "name": socket.gethostname(),
+        "about": about(),
+        "problems": list(local_problems(folder or Path("runs"))),
+    }
     on_stops(lambda number, _: sys.exit(128 + number))
     try:
         met = _together(known, mine, processes, folder)
@@ -120,17 +118,17 @@ def _report(mine: _Host, met: _Found, *, as_json: bool) -> int:
     shown = met.hosts if first is mine else [mine]  # the first host prints the problems of all
     problems = []
     for host in shown:
-        problems += [f"{host.name}: {problem}" for problem in host.problems]
+        problems += [f"{host['name']}: {problem}" for problem in host["problems"]]
     problems += met.problems
-    failed = bool(met.problems or any(host.problems for host in met.hosts))
+    failed = bool(met.problems or any(host["problems"] for host in met.hosts))
 
     if as_json:
-        found = {"host": mine.name, "about": mine.about, "links": met.links, "problems": problems}
-        print(dumps(found))
+        found = {"host": mine["name"], "about": mine["about"]}
+        print(dumps({**found, "links": met.links, "problems": problems}))
         return int(failed)
 
     # Print one line for each.
-    lines = [f"{mine.name}: {mine.about}"]
+    lines = [f"{mine['name']}: {mine['about']}"]
     if met.links:
         lines.append(met.links)
     lines += [f"problem: {text}" for text in problems]
@@ -139,7 +137,7 @@ def _report(mine: _Host, met: _Found, *, as_json: bool) -> int:
     elif problems:
         lines.append(f"problems: {len(problems)}")
     else:
-        lines.append(f"problems: see {first.name}")
+        lines.append(f"problems: see {first['name']}")
     print(printable("\n".join(lines)))
     return int(failed)
 
@@ -158,12 +156,12 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
         known = replace(known, host=address, port=store.port)
     else:
         address = address_towards(known.host, known.port)
-        mine.name += f" ({address})"
+        mine["name"] += f" ({address})"
         store, holds = open_store(known)
         if holds:
-            show_clock(store, mine.name)
+            show_clock(store, mine["name"])
         else:
-            mine.problems += filter(None, [clock_problem(store, mine.name)])
+            mine["problems"] += filter(None, [clock_problem(store, mine["name"])])
     number = store.add("joined", 1) - 1
     hosts = known.least
     if number >= hosts:
@@ -171,42 +169,33 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
             [mine], [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"]
         )
 
-    file = new_file(folder, first=number == 0)
-    try:
-        my_facts = facts(mine.name, address, processes, file)
+    with shared_file(folder, first=number == 0) as file:
+        mine |= facts(mine["name"], address, processes, file)
 
         # Compare the facts of all hosts.
-        met = _Found([])
-        every: list[NodeFacts] = []
-        both = my_facts.as_json() | {"about": mine.about, "problems": mine.problems}
-        for sent in exchanged(store, "facts", both, number, hosts, _WAIT):
-            met.hosts.append(_Host(sent["name"], sent["about"], sent["problems"]))
-            every.append(NodeFacts.received(sent))
-        met.hosts[number] = mine
-        unseen = foreign_folder(mine.name, every[0])
+        every: list[Any] = exchanged(store, "facts", mine, number, hosts, _WAIT)
+        every[number] = mine
+        unseen = foreign_folder(mine["name"], every[0])
         seen = exchanged(store, "seen", unseen, number, hosts)
-        met.problems += [*compared(every), *filter(None, seen)]
+        met = _Found(every, [*compared(every), *filter(None, seen)])
 
         # Measure the links if the processes can connect at all.
         ranks = hosts * processes
-        equal = len({one.processes for one in every}) == 1
-        if ranks > 1 and equal and not any(one.loopback for one in every):
+        equal = len({one["processes"] for one in every}) == 1
+        if ranks > 1 and equal and not any(one["loopback"] for one in every):
             links = _links(known, number * processes, processes, ranks)
             times: list[Any] = []
             names: list[str] = []
             of_hosts = exchanged(store, "links", links, number, hosts, _WAIT + 15)
-            for host, of_ranks in zip(met.hosts, of_hosts, strict=True):
+            for host, of_ranks in zip(every, of_hosts, strict=True):
                 times += of_ranks
-                names += [host.name] * processes
+                names += [host["name"]] * processes
             met.links, slow = _judged(times, names)
             met.problems += slow
 
         # The host that holds the store leaves last.
         exchanged(store, "left", 0, number, hosts if holds else 0)
         return met
-    finally:
-        if file is not None:
-            file.unlink(missing_ok=True)
 
 
 def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:

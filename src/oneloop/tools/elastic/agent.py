@@ -28,7 +28,7 @@ from oneloop.recipe.schema import Recipe
 from oneloop.supervise.crash_report import say, stop_name
 from oneloop.tools.elastic.bounded_store import LOST, BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem
-from oneloop.tools.elastic.node_checks import NodeFacts, compared, facts, foreign_folder, new_file
+from oneloop.tools.elastic.node_checks import compared, facts, foreign_folder, shared_file
 from oneloop.tools.elastic.rendezvous import (
     END,
     announced,
@@ -156,17 +156,12 @@ class Agent(LocalElasticAgent):
         if self._recipe is not None and self._recipe.mirror is None:
             folder = self._recipe.folder
         address = address_towards(self._nodes.host, self._nodes.port)
-        file = new_file(folder, first=rank == 0)
-        try:
+        with shared_file(folder, first=rank == 0) as file:
             mine = facts(self._name, address, processes, file)
-            shared = exchanged(store, "facts", mine.as_json(), rank, nodes)
-            every = [NodeFacts.received(one) for one in shared]
+            every = exchanged(store, "facts", mine, rank, nodes)
 
             # All nodes must see the file of the first one, which then deletes it.
             seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)
-        finally:
-            if file is not None:
-                file.unlink(missing_ok=True)
 
         # All nodes find the same error, and stop.
         for wrong in (*compared(every), *seen):

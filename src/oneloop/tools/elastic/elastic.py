@@ -13,6 +13,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_bytes
 from typing import NoReturn
 
 from torch.distributed import DistError  # type: ignore[attr-defined]
@@ -41,8 +42,8 @@ from oneloop.tools.elastic.rendezvous import (
     lost,
     not_joined,
     rendezvous_handler,
-    secret_of,
 )
+from oneloop.tools.elastic.signed_backend import secret
 from oneloop.tools.nodes import AgentTask, Nodes, accelerate_variables, address_towards
 
 _OVER = "the run has ended on the other nodes"
@@ -77,7 +78,9 @@ def run(task: AgentTask) -> int:
     say(f"{nodes}; processes on this node: {processes}")
 
     # Open the store, and build the agent.
-    key = secret_of(nodes)
+    key = secret(os.environ)
+    if nodes.most == 1:
+        key = token_bytes()
     store, holds = joined(nodes, training, key)
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
@@ -152,11 +155,7 @@ def main() -> NoReturn:
     except (RendezvousError, DistError):
         say(lost(task.nodes))
         code = ERROR
-    _exit(Path(task.folder), code)
-
-
-def _exit(folder: Path, code: int) -> NoReturn:
-    (folder / "exit_code").write_text(str(code))
+    (Path(task.folder) / "exit_code").write_text(str(code))
     os._exit(code)  # without destructors: the store of another node may be gone
 
 

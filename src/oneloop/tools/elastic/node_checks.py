@@ -14,11 +14,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 from uuid import uuid4
 
 import psutil
@@ -48,66 +47,60 @@ _SMI = f"nvidia-smi --query-gpu=index,{','.join(_COLUMNS)} --format=csv,noheader
 _KERNEL_LOG = "dmesg", "journalctl --dmesg --no-pager"
 
 
-@dataclass(frozen=True)
-class NodeFacts:
-    """What the nodes of a run compare before it starts."""
+class NodeFacts(TypedDict):
+    """What the nodes of a run compare before it starts, as it is sent to the others.
+
+    Another version of oneloop may send more.
+    """
 
     name: str
     processes: int  # on this node
     settings: dict[str, str]  # versions of packages, and variables of accelerate
     loopback: str  # error message if gloo would connect by a loopback address, or empty
-    file: str | None = None  # of the first node, which all nodes must see; None: not written
-
-    def as_json(self) -> dict[str, Any]:
-        """Return what a node sends to the others."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
-
-    @classmethod
-    def received(cls, sent: Mapping[str, Any]) -> "NodeFacts":
-        """Return what a node has sent. Another version of oneloop may send more, or less."""
-        return cls(
-            name=sent["name"],
-            processes=sent["processes"],
-            settings=sent["settings"],
-            loopback=sent["loopback"],
-            file=sent.get("file"),
-        )
+    file: str  # of the first node, which all nodes must see; empty: not written
 
 
-def new_file(run_folder: Path | None, *, first: bool) -> Path | None:
-    """Return a path for a file that all nodes must see, where the run folder would be written.
+@contextmanager
+def shared_file(run_folder: Path | None, *, first: bool) -> Iterator[str]:
+    """Create a file that all nodes must see, where the run folder would be written.
 
-    The caller deletes the file.
+    Yield its path, or an empty text if it is not written. It is deleted at the end.
 
     Args:
         run_folder: None if the nodes need not share it.
         first: whether this is the first node; the others write no file.
     """
-    if run_folder is None or not first:
-        return None
-    return existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
+    written = ""
+    if first and run_folder is not None:
+        file = existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
+        with suppress(OSError):  # the run itself reports a folder that cannot be written
+            file.touch()
+            written = str(file)
+    try:
+        yield written
+    finally:
+        if written:
+            file.unlink(missing_ok=True)
 
 
-def facts(name: str, address: str, processes: int, file: Path | None) -> NodeFacts:
+def facts(name: str, address: str, processes: int, file: str) -> NodeFacts:
     """Return what must fit on all nodes.
 
     Args:
         name: of this node, for messages.
         address: by which the other nodes reach it.
         processes: on this node.
-        file: the result of :func:`new_file`, which is created.
+        file: that of :func:`shared_file`.
     """
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
     settings = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
-    unreachable = loopback(name, address)
-
-    # Create the file, which all nodes must see.
-    written = None
-    if file is not None:
-        with suppress(OSError):  # the run itself reports a folder that cannot be written
-            file.touch()
-            written = str(file)
-    return NodeFacts(name, processes, versions() | settings, unreachable, written)
+    return NodeFacts(
+        name=name,
+        processes=processes,
+        settings=versions() | settings,
+        loopback=loopback(name, address),
+        file=file,
+    )
 
 
 def existing(folder: Path) -> Path:
@@ -118,15 +111,13 @@ def existing(folder: Path) -> Path:
 
 def foreign_folder(name: str, first: NodeFacts) -> str:
     """Return an error message if this node does not see the ``first`` node's file; else nothing."""
-    if first.file is None:
-        return ""
+    file = first.get("file")
     until = time.monotonic() + _SEEN
-    while not Path(first.file).exists():
+    while file and not Path(file).exists():
         if time.monotonic() > until:
-            folder = Path(first.file).parent
             return (
-                f"{name} does not see the files of {first.name} in {folder}; put run.dir on "
-                "shared storage"
+                f"{name} does not see the files of {first['name']} in {Path(file).parent}; put "
+                "run.dir on shared storage"
             )
         time.sleep(0.1)
     return ""
@@ -137,26 +128,26 @@ def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
     # Compare each node with the first one.
     first = every[0]
     for other in every[1:]:
-        if other.processes != first.processes:
-            each = ", ".join(f"{one.name} {one.processes}" for one in every)
+        if other["processes"] != first["processes"]:
+            each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
             yield (
                 f"the nodes have unequal numbers of processes: {each}; give the smallest as "
                 "--processes_per_node"
             )
 
-        for key in sorted(first.settings.keys() | other.settings.keys()):
+        for key in sorted(first["settings"].keys() | other["settings"].keys()):
             # a package or variable that one node lacks counts as "none"
-            ours = first.settings.get(key, "none")
-            theirs = other.settings.get(key, "none")
+            ours = first["settings"].get(key, "none")
+            theirs = other["settings"].get(key, "none")
             if ours != theirs:
                 yield (
-                    f"{key} is {ours} on {first.name} and {theirs} on {other.name}; use the same "
-                    "version or setting on all nodes"
+                    f"{key} is {ours} on {first['name']} and {theirs} on {other['name']}; use the "
+                    "same version or setting on all nodes"
                 )
 
     # One node connects to no other.
     if len(every) > 1:
-        yield from (one.loopback for one in every if one.loopback)
+        yield from (one["loopback"] for one in every if one["loopback"])
 
 
 def loopback(name: str, address: str) -> str:

@@ -1,7 +1,6 @@
 """The store through which the nodes of a run find each other, and exchange values."""
 
 import json
-import os
 import socket
 import threading
 import time
@@ -9,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from secrets import token_bytes
 from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
-    RendezvousBackend,
     RendezvousTimeout,
 )
 
@@ -25,12 +22,10 @@ from oneloop.supervise.crash_report import say
 from oneloop.tools.elastic.bounded_store import BoundedStore, answered
 from oneloop.tools.elastic.signed_backend import (
     SECRET,
-    SECRET_FILE,
     SignedBackend,
     agree_on_secret,
-    secret,
 )
-from oneloop.tools.nodes import Nodes, is_here
+from oneloop.tools.nodes import Nodes
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing
@@ -45,10 +40,9 @@ def open_store(nodes: Nodes) -> tuple[BoundedStore, bool]:
     The first process on the node of the rendezvous holds it. Raise ConnectionError if the store
     does not answer.
     """
-    # Open the store if it is on this host.
-    if is_here(nodes.host):
-        with suppress(OSError, DistError):  # another agent on this host has opened it
-            return BoundedStore(_held(nodes)), True
+    # Open the store, unless its address is of another host, or an agent here has opened it.
+    with suppress(OSError, DistError):
+        return BoundedStore(_held(nodes)), True
 
     # Wait until the node of the rendezvous has opened it.
     until = time.monotonic() + nodes.rejoin
@@ -72,14 +66,6 @@ def open_store(nodes: Nodes) -> tuple[BoundedStore, bool]:
             "another program uses the port, choose another free port; if oneloop is stopped on "
             "that host, end it"
         ) from None
-
-
-def secret_of(nodes: Nodes) -> bytes | None:
-    """Return the secret of the run, which the training processes need not know."""
-    given = secret(os.environ)
-    for name in (SECRET, SECRET_FILE):
-        os.environ.pop(name, None)
-    return token_bytes() if nodes.most == 1 else given
 
 
 def joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[BoundedStore, bool]:
@@ -109,7 +95,7 @@ def joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[Bo
 def _held(nodes: Nodes) -> TCPStore:
     """Open the store on the network interface of its address only.
 
-    Raise OSError, DistError if the port is in use.
+    Raise OSError, DistError if the port is in use, or the address is not of this host.
     """
     # Debian gives a host's own name a loopback address, at which no other host could reach it.
     address = socket.gethostbyname(nodes.host)
@@ -142,9 +128,9 @@ def rendezvous_handler(
         address: of this node.
         key: the secret with which its state is signed; None: it is not.
     """
-    backend: RendezvousBackend = C10dRendezvousBackend(store, _RUN)
+    backend = C10dRendezvousBackend(store, _RUN)
     if key is not None:
-        backend = SignedBackend(backend, key)
+        backend = SignedBackend(store, _RUN, key)
     return DynamicRendezvousHandler.from_backend(  # type: ignore[no-any-return]
         run_id=_RUN,
         store=store,

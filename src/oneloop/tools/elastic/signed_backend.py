@@ -6,12 +6,13 @@ port of the rendezvous can run code on all nodes.
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token
 
 from oneloop.basics.exit_codes import BadInput
 
@@ -21,20 +22,21 @@ _LEAST = 16  # characters
 _BYTES = hashlib.sha256().digest_size
 
 
-def secret(environ: Mapping[str, str]) -> bytes | None:
-    """Return the secret of a run from the environment, or None.
+def secret(environ: MutableMapping[str, str]) -> bytes | None:
+    """Remove the secret of a run from the environment, and return it, or None.
 
-    Raise BadInput if it cannot be used.
+    The training processes need not know it. Raise BadInput if it cannot be used.
     """
     # Read it.
-    text = environ.get(SECRET)
-    if text is None and SECRET_FILE in environ:
+    text = environ.pop(SECRET, None)
+    file = environ.pop(SECRET_FILE, None)
+    if text is None and file is not None:
         try:
-            text = Path(environ[SECRET_FILE]).read_text()
+            text = Path(file).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise BadInput(
-                f"the file {environ[SECRET_FILE]} that {SECRET_FILE} names cannot be read: "
-                f"{error}; correct the path"
+                f"the file {file} that {SECRET_FILE} names cannot be read: {error}; correct the "
+                "path"
             ) from error
     if text is None:
         return None
@@ -68,26 +70,22 @@ def agree_on_secret(store: Store, key: bytes | None) -> None:
         )
 
 
-class SignedBackend(RendezvousBackend):
+class SignedBackend(C10dRendezvousBackend):
     """torch's rendezvous backend, whose state counts only with the right signature.
 
     Args:
-        unsigned: torch's backend.
+        store: the store of the rendezvous.
+        run: its name.
         key: the secret of the run.
     """
 
-    def __init__(self, unsigned: RendezvousBackend, key: bytes) -> None:
-        self._unsigned = unsigned
-        self._key = key
-
-    @property
-    def name(self) -> str:
-        """Return the name of torch's backend."""
-        return self._unsigned.name
+    def __init__(self, store: Store, run: str, key: bytes) -> None:
+        super().__init__(store, run)
+        self._secret = key
 
     def get_state(self) -> tuple[bytes, Token] | None:
         """Return the state and its version, or None. Raise RendezvousStateError."""
-        found = self._unsigned.get_state()
+        found = super().get_state()
         if found is None:
             return None
         signed, version = found
@@ -97,7 +95,7 @@ class SignedBackend(RendezvousBackend):
         self, state: bytes, token: Token | None = None
     ) -> tuple[bytes, Token, bool] | None:
         """Set the state if its version is still ``token``; return the state as it is then."""
-        found = self._unsigned.set_state(signature(self._key, state) + state, token)
+        found = super().set_state(signature(self._secret, state) + state, token)
         if found is None:
             return None
         signed, version, done = found
@@ -105,7 +103,7 @@ class SignedBackend(RendezvousBackend):
 
     def _verified(self, signed: bytes) -> bytes:
         state = signed[_BYTES:]
-        if not hmac.compare_digest(signed[:_BYTES], signature(self._key, state)):
+        if not hmac.compare_digest(signed[:_BYTES], signature(self._secret, state)):
             raise RendezvousStateError(
                 "the state of the rendezvous has a wrong signature, and was not read: a program "
                 "without the secret of the run has written it; close the port to strangers"
