@@ -486,7 +486,7 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     """``datasets`` loads a local folder with the same code as a data set from the Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from oneloop.tasks.columns import check_texts
+    from oneloop.tasks.columns import check_column
     from oneloop.tasks.rows.arrow_tables import hub
     from oneloop.tasks.rows.open_data import Source
 
@@ -502,7 +502,7 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     assert all(parts["validation"][n]["text"].startswith("validation") for n in range(7))
     chats = Source("data", {"text": "chat"}, parts=hub(str(tmp_path / "data"), ["chat"]))
     with pytest.raises(ValueError, match="'chat' holds .*; expected text"):
-        check_texts([chats], "text")
+        check_column([chats], "text")
 
     # A word is enough (train1), unless several splits have it.
     names = {"train1": "train", "test_a": "validation", "test_b": "validation", "Dev": "validation"}

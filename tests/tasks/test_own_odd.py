@@ -199,7 +199,8 @@ def test_a_language_model_reads_what_belongs_to_its_data(tmp_path):
     folder = lay(tmp_path / "data", "rows.JSONL", text=made)
     lay(folder, "README.md", "LICENSE.txt", ".secret/x.txt", text="SECRET")
     task = CausalLM(str(folder), block=8, **SMALL)
-    seen = {token for sample in task.train_set() for token in sample.tolist()}
+    documents = [document for sample in task.train_set() for document in sample.documents]
+    seen = {int(token) for document in documents for token in document}
     assert not {ord(letter) for letter in "SECRET{}"} & seen
     first = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, **SMALL)
     other = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, column="other", **SMALL)

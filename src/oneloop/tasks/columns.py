@@ -14,20 +14,32 @@ from oneloop.tasks.rows.images import TURNED, checked_images, is_image
 from oneloop.tasks.rows.objects import OBJECTS
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import (
-    Check,
     Rule,
     check_value,
     is_remote,
     reject_large_labels,
     sampled,
 )
-from oneloop.tasks.rows.rows import FINDINGS, Row, unusable
+from oneloop.tasks.rows.rows import FINDINGS, Check, Row, unusable
 
 _CACHE_VERSION = 4  # increase it if a check changes
 UNTAGGED = (-100, "-100")  # tags of words that are not trained, as in examples of transformers
 _SHOWN = 60  # characters of a value in a message
 _LOOSE = "it is next to the class folders"
 _MAX_LABELS = 100_000  # maximum number of distinct labels
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a column of this type holds text."""
+    plain = element_type(kind) is None and getattr(kind, "id", None) != OBJECTS
+    return plain and getattr(kind, "dtype", None) in ("string", "large_string")
+
+
+def element_type(kind: Any) -> Any:
+    """Return the element type of a column of lists; None for other columns."""
+    if isinstance(kind, list) and len(kind) == 1:
+        return kind[0]
+    return getattr(kind, "feature", None)
 
 
 def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, str, Any, str]]:
@@ -66,46 +78,20 @@ def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
 
 def _object_error(rows: Any, column: str, expected: str) -> ValueError:
     """Return the error for the first object of a column, which is stored as JSON beside texts."""
-    index = 0
-    for array in rows.values(column):
-        for value in array.to_pylist():
-            if value is not None and not value.startswith('"'):
-                return ValueError(
-                    f"{rows.where(index)}: {value[:_SHOWN]} in {column!r} is an object or a list; "
-                    f"expected {expected} or another column, or correct the row"
-                )
-            index += 1
+    for index, value in enumerate(values_of(rows, column)):
+        if value is not None and not value.startswith('"'):
+            return ValueError(
+                f"{rows.where(index)}: {value[:_SHOWN]} in {column!r} is an object or a list; "
+                f"expected {expected} or another column, or correct the row"
+            )
     raise AssertionError(column)  # such a column has objects
 
 
-def check_texts(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key is not text, or a value is missing."""
-    _check_column(sources, key, is_text, "text")
-
-
-def check_words(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key does not hold non-empty lists of texts."""
-    _check_column(sources, key, lambda kind: is_text(element_type(kind)), "lists of texts")
-
-
-def check_numbers(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key does not hold finite numbers.
-
-    Texts of finite numbers are right, too.
-    """
-    _check_column(sources, key, _may_be_number, "a number", "numbers")
-
-
-def check_image_types(sources: Sequence[Source]) -> None:
-    """Raise ValueError if the image column does not hold images."""
-    _check_column(sources, "image", is_image, "images (files, or their bytes)", None)
-
-
-def _check_column(
+def check_column(
     sources: Sequence[Source],
     key: str,
-    fits: Callable[[Any], bool],
-    wanted: str,
+    fits: Callable[[Any], bool] = is_text,
+    wanted: str = "text",
     rule: Rule | None = "values",
 ) -> None:
     """Raise ValueError if a column has another type, or a value that cannot be used.
@@ -124,11 +110,9 @@ def _check_column(
             checked_values(source, rows, column, rule)
 
 
-def _may_be_number(kind: Any) -> bool:
-    """Whether a column of this type holds numbers, or texts that may be numbers."""
-    dtype = str(getattr(kind, "dtype", ""))
-    is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
-    return is_number or is_text(kind)
+def check_image_types(sources: Sequence[Source]) -> None:
+    """Raise ValueError if the image column does not hold images."""
+    check_column(sources, "image", is_image, "images (files, or their bytes)", None)
 
 
 def check_together(
@@ -229,19 +213,6 @@ def check_images(sources: Sequence[Source], *, limit: int) -> None:
             source.notes.append(f"images turned as their EXIF orientation says: {turned:,}")
         if empty:
             source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
-
-
-def is_text(kind: Any) -> bool:
-    """Whether a column of this type holds text."""
-    plain = element_type(kind) is None and getattr(kind, "id", None) != OBJECTS
-    return plain and getattr(kind, "dtype", None) in ("string", "large_string")
-
-
-def element_type(kind: Any) -> Any:
-    """Return the element type of a column of lists; None for other columns."""
-    if isinstance(kind, list) and len(kind) == 1:
-        return kind[0]
-    return getattr(kind, "feature", None)
 
 
 def type_name(kind: Any) -> str:

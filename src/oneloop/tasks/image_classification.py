@@ -152,7 +152,6 @@ class ImageClassification(OneClass, SplitSets):
         )
         for source in sources:
             opened(source, held_out=keys.held_out, window=keys.window, check=check, label=label)
-        self.skipped_rows = skipped_rows(sources)
 
         # The labels are class probabilities, or classes.
         numbers: Mapping[str, Callable[[Any], Any]]
@@ -163,6 +162,7 @@ class ImageClassification(OneClass, SplitSets):
             self.classes, numbers = classes_of(sources, "label")
             self._class_counts = partial(counts_of, sources, numbers, len(self.classes))
         self._data_notes = notes_of(sources)
+        self.skipped_rows = skipped_rows(sources)
         return sets_of(
             sources,
             lambda source: partial(labelled_image, source.columns, numbers[source.name], limit),

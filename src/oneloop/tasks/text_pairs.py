@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.columns import (
-    check_texts,
+    check_column,
     check_together,
     columns_of,
     number_of_text,
@@ -130,7 +130,7 @@ class TextPairs(TextRows):
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
-            check_texts(sources, key)
+            check_column(sources, key)
         columns: dict[str, list[tuple[Any, str]]] = {}
         for key in ("anchor", "positive"):
             for _, split, rows, column in columns_of(sources, key):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.tasks.columns import check_numbers
+from oneloop.tasks.columns import check_column, element_type, is_text
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.text_rows import TextRows
 
@@ -39,7 +39,7 @@ class TextRegression(TextRows):
 
     def _check(self, sources: Sequence[Source]) -> None:
         super()._check(sources)
-        check_numbers(sources, "label")
+        check_column(sources, "label", _may_be_number, "a number", "numbers")
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], float]]:
         return {source.name: float for source in sources}
@@ -88,3 +88,10 @@ class TextRegression(TextRows):
             "target": f"{number:.4g}",
             "prediction": f"{float(outputs['prediction']):.4g}",
         }
+
+
+def _may_be_number(kind: Any) -> bool:
+    """Whether a column of this type holds numbers, or texts that may be numbers."""
+    dtype = str(getattr(kind, "dtype", ""))
+    is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
+    return is_number or is_text(kind)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.class_counts import ClassCounts
-from oneloop.tasks.columns import check_texts
+from oneloop.tasks.columns import check_column
 from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.rows.cached_arrays import ragged
@@ -107,15 +107,12 @@ class TextRows(SplitSets):
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
-        if labelled:
-            numbers = self._numbers(sources)
-        else:
-            numbers = dict.fromkeys((source.name for source in sources), int)
-        return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))
+        numbers = self._numbers(sources) if labelled else {}
+        return sets_of(sources, lambda source: self._sample(source, numbers.get(source.name, int)))
 
     def _check(self, sources: Sequence[Source]) -> None:
-        check_texts(sources, "text")
-        check_texts(sources, "second")
+        check_column(sources, "text")
+        check_column(sources, "second")
 
     def _text_notes(self, source: Source) -> Iterator[str]:
         """Yield log lines about texts that are cut, and about unknown tokens."""

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.class_counts import ClassCounts
-from oneloop.tasks.columns import UNTAGGED, check_together, check_words, columns_of, values_of
+from oneloop.tasks.columns import (
+    UNTAGGED,
+    check_column,
+    check_together,
+    columns_of,
+    element_type,
+    is_text,
+    values_of,
+)
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row, drop_rows
@@ -50,7 +58,7 @@ class TokenClassification(TextRows):
         super().__init__(data, {"tokens": tokens, "tags": tags}, length=length, **reading)
 
     def _check(self, sources: Sequence[Source]) -> None:
-        check_words(sources, "tokens")
+        check_column(sources, "tokens", _are_words, "lists of texts")
         for source, split, rows, column in columns_of(sources, "tags"):
             if not is_remote(rows):
                 source.parts[split] = _with_tags(source, split, rows, column)
@@ -123,6 +131,10 @@ class TokenClassification(TextRows):
             "prediction": " ".join(predicted),
             "right": predicted == targets,
         }
+
+
+def _are_words(kind: Any) -> bool:
+    return is_text(element_type(kind))
 
 
 def _unequal(words: Sequence[str], tags: Sequence[Any]) -> str:

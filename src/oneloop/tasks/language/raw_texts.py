@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.columns import check_texts, values_of
+from oneloop.tasks.columns import check_column, values_of
 from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
 from oneloop.tasks.language.tokens import learn_bpe, tokenizer_key
 from oneloop.tasks.rows.cache import rows_content
@@ -28,7 +28,7 @@ from oneloop.tasks.rows.rows import Row
 
 Encode = Callable[[str], NDArray[np.int32]]
 Pack = Literal["concat", "packed", "padded"]
-_CHECK = partial(check_texts, key="column")
+_CHECK = partial(check_column, key="column")
 
 
 class RawTexts(LanguageModel):

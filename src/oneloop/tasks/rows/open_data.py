@@ -21,9 +21,9 @@ from oneloop.tasks.rows.remote.data_sets import (
     is_hub,
 )
 from oneloop.tasks.rows.remote.data_sets import local_only as local_only
-from oneloop.tasks.rows.remote_checks import Check, is_remote, sample_notes, while_reading
+from oneloop.tasks.rows.remote_checks import is_remote, sample_notes
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
-from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
+from oneloop.tasks.rows.rows import Check, Mapped, Row, Rows, divided
 from oneloop.tasks.rows.text_files import (
     STDLIB,
     TextFile,
@@ -176,7 +176,12 @@ def opened(
     Raises:
         ValueError: the source cannot be opened, or has too few rows.
     """
-    checked(held_out, window)
+    if not 0 < held_out < 0.5:
+        raise ValueError(f"task.held_out {held_out} must be between 0 and 0.5; the default is 0.05")
+    if window < 1:
+        raise ValueError(
+            f"task.window {window} must be a positive number of megabytes (default 256)"
+        )
     splits = _named(source, window, kinds)
     for split, rows in splits.items():
         if not len(rows):
@@ -223,7 +228,7 @@ def first_columns(
     Raises:
         ValueError: no choice fits; the message lists the columns of the source.
     """
-    missing: dict[str, None] = {}  # columns, in order of the attempts
+    missing = set[str]()
     available = ""
     for columns in choices:
         source.columns = columns
@@ -232,14 +237,14 @@ def first_columns(
         except ValueError as error:
             if not isinstance(error.__cause__, NoColumn):
                 raise
-            missing[error.__cause__.column] = None
+            missing.add(error.__cause__.column)
             available = str(error.__cause__).partition("; ")[2]
 
     # Name the choices that need the fewest keys, and their columns that are missing.
     named = [{key: name for key, name in columns.items() if name} for columns in choices]
     fewest = [one for one in named if not any(other.keys() < one.keys() for other in named)]
-    needed = set(chain.from_iterable(one.values() for one in fewest))
-    lacking = [repr(name) for name in missing if name in needed]
+    needed = dict.fromkeys(chain.from_iterable(one.values() for one in fewest))
+    lacking = [repr(name) for name in needed if name in missing]
     options = dict.fromkeys(f"task.{key}" for key in chain.from_iterable(named))
     raise ValueError(
         f"{source.where}: {available}; oneloop needs {' or '.join(map(' and '.join, fewest))}, and "
@@ -375,16 +380,6 @@ def skipped_rows(sources: Sequence[Source]) -> list[str]:
     return [row for source in sources for row in source.skipped or ()]
 
 
-def checked(held_out: float, window: int) -> None:
-    """Raise ValueError if the share or the window (megabytes) is out of range."""
-    if not 0 < held_out < 0.5:
-        raise ValueError(f"task.held_out {held_out} must be between 0 and 0.5; the default is 0.05")
-    if window < 1:
-        raise ValueError(
-            f"task.window {window} must be a positive number of megabytes (default 256)"
-        )
-
-
 def sets_of(
     sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]
 ) -> dict[str, Any]:
@@ -396,11 +391,12 @@ def sets_of(
     """
     each = []
     for source in sources:
-        made = while_reading(make(source), source.checks)
-        skip = source.skipped is not None
+        made = make(source)
+        checks = [*source.checks.values()]
         sets = {}
         for split, rows in source.parts.items():
-            sets[split] = Mapped(rows, made, skip=skip and is_remote(rows))
+            skip = source.skipped is not None and is_remote(rows)
+            sets[split] = Mapped(rows, made, skip=skip, checks=checks)
         each.append(sets)
     return combined(sources, each)
 

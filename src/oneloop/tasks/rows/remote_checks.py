@@ -4,16 +4,13 @@ A disk is read completely before a run. To do so over a network would be a downl
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator
 from typing import Any, Literal
 
 import numpy as np
 
 from oneloop.tasks.rows.rows import Row
 
-Check = Callable[[Row], str]
-"""returns why a row cannot be used, as :func:`unusable` takes it; empty if it can"""
 Rule = Literal["values", "labels", "numbers"]
 """what the values of a column must be"""
 _ROWS = 1000  # rows that are checked before a run, about
@@ -72,24 +69,6 @@ def reject_large_labels(rows: Any, column: str) -> None:
             "store the names of the classes in the schema (ClassLabel of datasets), or copy the "
             "data to a disk"
         )
-
-
-def while_reading(make: Callable[[Row], Any], checks: Mapping[str, Check]) -> Callable[[Row], Any]:
-    """Return ``make`` with checks of each row before it; without checks ``make`` itself.
-
-    Args:
-        make: converts a row to a sample.
-        checks: by name; each returns why a row cannot be used.
-    """
-    return partial(_checked, [*checks.values()], make) if checks else make
-
-
-def _checked(checks: Sequence[Check], make: Callable[[Row], Any], row: Row) -> Any:
-    for check in checks:
-        why = check(row)
-        if why:
-            raise ValueError(why.lstrip(": "))
-    return make(row)
 
 
 def check_value(column: str, kind: Any, rule: Rule, row: Row) -> str:

@@ -20,6 +20,8 @@ from oneloop.tasks.rows.cache import cached_json, key_of, rows_content
 from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE, about_one_object
 
 Row = dict[str, Any]
+Check = Callable[[Row], str]
+"""returns why a row cannot be used, as :func:`unusable` takes it; empty if it can"""
 
 
 @dataclass
@@ -90,11 +92,20 @@ class Mapped:
         rows: the rows.
         make: converts a row to a sample.
         skip: raise SkipSample if a row cannot be read, so that a run leaves it out.
+        checks: of each row, before its sample is made.
     """
 
-    def __init__(self, rows: Any, make: Callable[[Any], Any], *, skip: bool = False) -> None:
+    def __init__(
+        self,
+        rows: Any,
+        make: Callable[[Any], Any],
+        *,
+        skip: bool = False,
+        checks: Sequence[Check] = (),
+    ) -> None:
         self.rows = rows
         self.make = make
+        self.checks = checks
         self.skip = skip
         self.skips = skip or getattr(rows, "skips", False)
 
@@ -107,6 +118,8 @@ class Mapped:
         except UnicodeDecodeError as error:
             raise self._wrong(index, Unreadable(f"a text {NOT_UNICODE}")) from error
         try:
+            for why in filter(None, (check(row) for check in self.checks)):
+                raise ValueError(why.lstrip(": "))
             return self.make(row)
         except Exception as error:
             raise self._wrong(index, error) from error
