@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from oneloop.data.order import Order, order_of
 from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
-from oneloop.tasks.language.models import Shape, from_scratch
+from oneloop.tasks.language.models import Shape
 from oneloop.tasks.language.sequences import Samples, collated, cut_texts
 from oneloop.tasks.rows.cached_arrays import Ragged
 
@@ -44,7 +44,7 @@ class Random(LanguageModel):
 
     def bare_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return from_scratch(self.shape, entries=self.entries, begin=None, end=0)
+        return super().bare_model()
 
 
 def documents(count: int, length: int, entries: int, *, room: int) -> Samples:

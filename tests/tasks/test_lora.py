@@ -61,7 +61,7 @@ def mean_loss(model: torch.nn.Module, samples) -> float:
 
 def losses(model: torch.nn.Module, sample) -> torch.Tensor:
     """Return the loss of each trained token of a sample; untrained tokens are stored as ~token."""
-    marked = torch.tensor(sample.tolist())
+    marked = torch.tensor(sample.documents[0].tolist())
     tokens = torch.where(marked < 0, ~marked, marked)
     trained = marked[1:] >= 0
     logits = model(input_ids=tokens[None, :-1]).logits[0].float()

@@ -101,8 +101,8 @@ OTHER = [
     ({"layer_replication": [[0, 1]]}, "(layer_replication [[0, 1]])"),
     ({"what_comes_next": True}, "(what_comes_next True)"),
     ({"peft_type": "IA3"}, "(peft_type IA3)"),
-    ({"lora_alpha": None}, "must set base_model_name_or_path, r and lora_alpha"),
-    ({"base_model_name_or_path": None}, "must set base_model_name_or_path, r and lora_alpha"),
+    ({"lora_alpha": None}, "must set lora_alpha"),
+    ({"base_model_name_or_path": None}, "must set base_model_name_or_path"),
     (
         {"base_model_name_or_path": "/gone/base"},
         "its adapters are for /gone/base, which is missing; restore it",

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from torchmetrics.text import BLEUScore, CHRFScore
 
 from oneloop.task_protocol.evaluation_metrics import directions
 from oneloop.tasks.language.text_metrics import (
     DEFAULT,
+    WritesTexts,
     check_text_metrics,
-    text_metrics,
-    update_texts,
     words,
 )
 from worlds import run
@@ -22,9 +19,22 @@ TEXTS = ["the cat sat on the mat", "a dog", "", "it rains cats and dogs today"]
 REFERENCES = ["the cat sat on a mat", "a dog", "nothing", "it rains cats and dogs again"]
 
 
+class Task(WritesTexts):
+    """Has the references in its batch, and no near ties."""
+
+    beams = 2
+
+    def __init__(self, names: list[str]) -> None:
+        self.text_metrics = names
+
+    def _references(self, batch: dict) -> list[str]:
+        return batch["references"]
+
+
 def computed(texts: list[str], references: list[str], names: list[str] = DEFAULT) -> dict:
-    metrics = text_metrics(names, near_ties=False)
-    update_texts(metrics, {}, texts, references)
+    task = Task(names)
+    metrics = task.generated_metrics()
+    task.update_generated(metrics, {"references": references}, texts)
     return {name: float(value) for name, value in metrics.compute().items()}
 
 
@@ -44,11 +54,7 @@ def test_known_values() -> None:
 
 
 def directions_of(names: list[str]) -> dict[str, bool | None]:
-    class Task:
-        def generated_metrics(self):
-            return text_metrics(names, near_ties=False)
-
-    known = directions(Task(), generated=True)
+    known = directions(Task(names), generated=True)
     del known["loss"]
     assert set(known.values()) == {True}
     return dict(sorted(known.items(), key=lambda item: [*computed(["a"], ["a"])].index(item[0])))
@@ -77,8 +83,7 @@ def _of_ranks() -> dict[str, float]:
     from oneloop.task_protocol.metric_states import RankMetrics
 
     accelerator = Accelerator(cpu=True)
-    task = SimpleNamespace(metrics=lambda: text_metrics(DEFAULT, near_ties=False))
-    metrics = RankMetrics(make_metrics(task, "metrics"), _update, ranks=3)
+    metrics = RankMetrics(make_metrics(Task(DEFAULT), "generated_metrics"), _update, ranks=3)
     mine = [slice(0, 3), slice(3, 4), None][accelerator.process_index]
     if mine is not None:
         metrics.update(REFERENCES[mine], TEXTS[mine])
@@ -86,7 +91,7 @@ def _of_ranks() -> dict[str, float]:
 
 
 def _update(metrics, references: list[str], texts: list[str]) -> None:
-    update_texts(metrics, {}, texts, references)
+    Task(DEFAULT).update_generated(metrics, {"references": references}, texts)
 
 
 @pytest.mark.slow

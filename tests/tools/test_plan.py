@@ -13,13 +13,14 @@ from importlib import import_module
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.config_files import config_files
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import MachineConfig
-from oneloop.tasks.language.models import Shape, from_scratch
+from oneloop.tasks.language.models import Shape, scratch_config
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.changes import possible_changes
 from oneloop.tools.plan.description import Plan
@@ -590,9 +591,8 @@ def test_the_large_recipes_have_their_shapes(name, number):
     names = {field.name for field in dataclasses.fields(Shape)}
     known = {key: value for key, value in options.items() if key in names}
     with torch.device("meta"):
-        model = from_scratch(
-            Shape(**known, length=options["block"]), entries=16_384, begin=None, end=0
-        )
+        shape = Shape(**known, length=options["block"])
+        model = AutoModelForCausalLM.from_config(scratch_config(shape, entries=16_384, end=0))
     assert sum(parameter.numel() for parameter in model.parameters()) == number
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from oneloop.tasks.language.attention import check_apart, document_mask
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
-from oneloop.tasks.language.models import from_scratch
+from oneloop.tasks.language.models import scratch_config
 from oneloop.tasks.language.raw_texts import Pack, RawTexts
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, cut_texts
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
@@ -134,15 +134,14 @@ class MaskedLM(RawTexts):
         return self.masked_tokens.entries
 
     def bare_model(self) -> nn.Module:
-        kind = "AutoModelForMaskedLM"
+        from transformers import AutoModelForMaskedLM
+
         if self.name is not None:
-            return self.load(entries=self.entries, length=self.block, kind=kind)
-        return from_scratch(
-            self.shape,
-            entries=self.entries,
-            padding=self._padding,
-            architecture="bert",
-            kind=kind,
+            return self.load(entries=self.entries, length=self.block, kind="AutoModelForMaskedLM")
+        return AutoModelForMaskedLM.from_config(  # type: ignore[no-any-return]
+            scratch_config(
+                self.shape, entries=self.entries, padding=self._padding, architecture="bert"
+            )
         )
 
     def model(self) -> nn.Module:
@@ -210,18 +209,14 @@ class MaskedLM(RawTexts):
 
     def show(self, sample: Sample, outputs: dict[str, Tensor]) -> dict[str, Any]:
         """Return a text with its masks, the tokens to predict, and the predicted ones."""
-        inputs, target = sample.documents[0].tolist()
-        likeliest = outputs["likeliest"].tolist()
-        targets = []
-        predictions = []
-        for right, answer in zip(target, likeliest, strict=False):
-            if right != IGNORE:
-                targets.append(self.decode([right]))
-                predictions.append(self.decode([answer]))
+        inputs, target = sample.documents[0]
+        places = (target != IGNORE).nonzero()
+        targets = target[places].tolist()
+        predictions = outputs["likeliest"].cpu()[places].tolist()
         return {
-            "text": self.decode(inputs),
-            "target": " | ".join(targets),
-            "prediction": " | ".join(predictions),
+            "text": self.decode(inputs.tolist()),
+            "target": " | ".join(map(self.decode, targets)),
+            "prediction": " | ".join(map(self.decode, predictions)),
         }
 
 

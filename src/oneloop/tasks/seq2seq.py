@@ -1,6 +1,7 @@
 """Sequence-to-sequence models: translate, summarize or answer, with encoder and decoder."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.basics.generation import TEXTS
 from oneloop.tasks.language.encoder_decoder import (
     T5Shape,
     check_encoder_decoder,
@@ -17,7 +19,7 @@ from oneloop.tasks.language.encoder_decoder import (
     prepared,
     t5_from_scratch,
 )
-from oneloop.tasks.language.generation import generated_texts
+from oneloop.tasks.language.generation import TIES, NearTies, check_answer
 from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import IGNORE, Sample, Samples, paired
 from oneloop.tasks.language.source_target import (
@@ -233,17 +235,38 @@ class Seq2Seq(WritesTexts, TokenTargets):
             outputs["padding"] = batch["padding"]
         return total, outputs
 
-    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
-        """Return a text for each source: the most likely one of a greedy or beam search."""
-        return generated_texts(
-            model,
-            batch["input"],
-            batch["mask"],
-            count=self.answer,
-            beams=self.beams,
-            end=self.tokenizer.eos_token_id,
-            decode=self._answer,
+    def generate(self, model: Any, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a text for each source: the most likely one of a greedy or beam search.
+
+        The model's generation_config applies, except sampling.
+        """
+        from transformers import LogitsProcessorList
+
+        check_answer(self.answer, model.generation_config)
+
+        # Only one of the two limits may be set.
+        config = deepcopy(model.generation_config)
+        config.max_length = None
+        config.max_new_tokens = self.answer
+        config.num_beams = self.beams
+        config.do_sample = False
+        config.num_return_sequences = 1
+        config.return_dict_in_generate = False
+        if config.eos_token_id is None:
+            config.eos_token_id = self.tokenizer.eos_token_id
+
+        ends = config.eos_token_id
+        ties = NearTies(ends if isinstance(ends, list) else [ends])
+        tokens = model.generate(
+            input_ids=batch["input"],
+            attention_mask=batch["mask"],
+            generation_config=config,
+            logits_processor=LogitsProcessorList([ties] if self.beams == 1 else []),
         )
+        made = {"written": tokens, TEXTS: [self._answer(row) for row in tokens.tolist()]}
+        if self.beams == 1:
+            made[TIES] = ties.found
+        return made
 
     def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each source, the text that the model wrote, and the target.

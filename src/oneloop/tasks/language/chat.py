@@ -241,12 +241,10 @@ class Chat:
             if index < len(messages) - 1:
                 through = self.render(messages[: index + 1], tools)
             if not text.startswith(through) or not through.startswith(before):
-                trl = "install trl for its training templates"
-                if find_spec("trl"):
-                    trl = "TRL has no training template for it"
                 raise ValueError(
                     f"cannot find the assistant's tokens of message {index}: the template renders "
-                    f"earlier turns differently when more follow, and has no marks; {trl}; {_HINT}"
+                    "earlier turns differently when more follow, has no marks, and TRL, if it is "
+                    f"installed, has no training template for it; {_HINT}"
                 )
             spans.append((len(before), len(through)))
         return spans

@@ -1,7 +1,6 @@
 """Text generation; all rows have one length, and all processes call the model equally often."""
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -13,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from oneloop.basics.generation import TEXTS
 from oneloop.basics.tensors import is_alone
 
 TIES = "near_ties"
@@ -22,11 +20,6 @@ _ROUNDING = 64  # a near tie: the two largest logits differ by less than so many
 _CHECK_EVERY = 8  # tokens after which generation ends if all rows have ended (a host sync)
 
 Choose = Callable[[Tensor], Tensor]  # (rows, entries) logits -> (rows,) tokens
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """Return the most likely token of each row."""
-    return logits.argmax(-1)
 
 
 class NearTies:
@@ -72,7 +65,7 @@ def written(
     count: int,
     *,
     ends: Sequence[int] = (),
-    choose: Choose = greedy,
+    choose: Choose = partial(torch.argmax, dim=-1),
     ties: NearTies | None = None,
 ) -> Tensor:
     """Generate tokens of shape (prompts, count) after each prompt, with a model of transformers.
@@ -161,61 +154,3 @@ def check_answer(count: int, config: Any) -> None:
                 f"{least}; raise task.answer, or lower {key} in its generation_config.json (or "
                 "config.json)"
             )
-
-
-def generated_texts(
-    model: Any,
-    inputs: Tensor,
-    mask: Tensor,
-    *,
-    count: int,
-    beams: int,
-    end: int,
-    decode: Callable[[list[int]], str],
-) -> dict[str, Any]:
-    """Generate with an encoder-decoder model, as a task's ``generate`` returns it.
-
-    Args:
-        model: a model of transformers; its generation_config applies, except sampling.
-        inputs: (samples, tokens), the sources.
-        mask: (samples, tokens), 0 for padding.
-        count: most tokens of a text.
-        beams: of the beam search; 1: greedy.
-        end: end token of the tokenizer, for a model that names none.
-        decode: from the tokens of an answer to its text.
-
-    Returns:
-        ``written``, (samples, tokens); ``texts``; and, for greedy search, ``near_ties``.
-
-    Raises:
-        ValueError: the model lets no text end within ``count`` tokens.
-    """
-    from transformers import LogitsProcessorList
-
-    check_answer(count, model.generation_config)
-
-    # Only one of the two limits may be set.
-    config = deepcopy(model.generation_config)
-    config.max_length = None
-    config.max_new_tokens = count
-    config.num_beams = beams
-    config.do_sample = False
-    config.num_return_sequences = 1
-    config.return_dict_in_generate = False
-    if config.eos_token_id is None:
-        config.eos_token_id = end
-
-    ends = config.eos_token_id
-    if not isinstance(ends, list):
-        ends = [ends]
-    ties = NearTies(ends)
-    tokens = model.generate(
-        input_ids=inputs,
-        attention_mask=mask,
-        generation_config=config,
-        logits_processor=LogitsProcessorList([ties] if beams == 1 else []),
-    )
-    made = {"written": tokens, TEXTS: [decode(row) for row in tokens.tolist()]}
-    if beams == 1:
-        made[TIES] = ties.found
-    return made

@@ -12,11 +12,7 @@ from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.documents import token_ids
-from oneloop.tasks.language.models import (
-    Shape,
-    from_scratch,
-    prepare_attention,
-)
+from oneloop.tasks.language.models import Shape, prepare_attention, scratch_config
 from oneloop.tasks.language.sequences import IGNORE, Overlong, Samples, collated, cut_texts
 from oneloop.tasks.language.token_rows import MakeSamples
 from oneloop.tasks.language.token_targets import LoadSettings, TokenTargets
@@ -142,7 +138,11 @@ class LanguageModel(TokenTargets):
     def bare_model(self) -> nn.Module:
         """Build or load the model, without adapters."""
         if self.name is None:
-            return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
+            from transformers import AutoModelForCausalLM
+
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-any-return]
+                scratch_config(self.shape, entries=self.entries, begin=self.begin, end=self.end)
+            )
         return self.load(entries=self.entries, length=self.length)
 
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:

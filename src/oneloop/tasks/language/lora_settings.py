@@ -142,14 +142,13 @@ def _folder_of_adapters(model: str) -> Path | None:
     return file.parent
 
 
+_NEEDED_KEYS = ("base_model_name_or_path", "r", "lora_alpha")
 _HARMLESS_KEYS = {
     # used below
-    "r",
-    "lora_alpha",
+    *_NEEDED_KEYS,
     "use_rslora",
     "lora_dropout",
     "target_modules",
-    "base_model_name_or_path",
     "revision",
     # without effect on the adapters
     "peft_type",
@@ -191,17 +190,12 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     if unsupported or config.get("peft_type") != "LORA":
         kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"
         raise ValueError(f"task.model {model!r}: unsupported adapter settings ({kind})")
-    base = config.get("base_model_name_or_path")
-    rank = config.get("r")
-    alpha = config.get("lora_alpha")
-    if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        raise ValueError(
-            f"task.model {model!r}: its {CONFIG} must set base_model_name_or_path, r and "
-            f"lora_alpha; found {base}, {rank}, {alpha}"
-        )
+    missing = [key for key in _NEEDED_KEYS if not config.get(key)]
+    if missing:
+        raise ValueError(f"task.model {model!r}: its {CONFIG} must set {', '.join(missing)}")
 
     # A name that is not a folder with a model is one on the hub, unless it looks like a path.
-    path = str(base)
+    path = str(config["base_model_name_or_path"])
     if not (Path(path).expanduser() / "config.json").is_file():
         if Path(path).is_absolute() or path.count("/") > 1:
             raise ValueError(
@@ -212,13 +206,11 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
             path += f"@{config['revision']}"
 
     # Take the layers from the tensors: target_modules may be a pattern.
-    layers = set[str]()
-    for name in names:
-        if ".lora_" in name:
-            layers.add(name.removeprefix(PEFT_PREFIX).partition(".lora_")[0])
+    adapted = [name.partition(".lora_")[0] for name in names if ".lora_" in name]
+    layers = {name.removeprefix(PEFT_PREFIX) for name in adapted}
     settings = LoRA(
-        rank=rank,
-        alpha=alpha,
+        rank=config["r"],
+        alpha=config["lora_alpha"],
         rslora=bool(config.get("use_rslora")),
         dropout=config.get("lora_dropout") or 0.0,
         targets=sorted(layers),

@@ -129,23 +129,6 @@ SCRATCH["kv_heads"] = "model=null architecture=llama"
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
 
-def from_scratch(shape: Shape, *, kind: str = "AutoModelForCausalLM", **special: Any) -> nn.Module:
-    """Build a model with random weights.
-
-    Args:
-        shape: architecture and sizes.
-        kind: name of its Auto class.
-        special: other arguments of :func:`scratch_config`.
-
-    Raises:
-        ValueError: the vocabulary exceeds ``padded_vocab``.
-    """
-    import transformers
-
-    config = scratch_config(shape, **special)
-    return getattr(transformers, kind).from_config(config)  # type: ignore[no-any-return]
-
-
 def scratch_config(
     shape: Shape,
     *,

@@ -1,7 +1,7 @@
 """Metrics of generated texts beside reference texts, computed by torchmetrics.
 
->>> metrics = text_metrics(["exact_match", "bleu"])
->>> update_texts(metrics, texts, references)
+>>> class Translation(WritesTexts):
+...     text_metrics = ["exact_match", "bleu"]
 """
 
 import re
@@ -58,72 +58,6 @@ def words(text: str) -> str:
     return re.sub(r"[\W_]+", " ", text.lower())
 
 
-def text_metrics(names: Sequence[str], *, near_ties: bool = True) -> Any:
-    """Return a new torchmetrics.MetricCollection. All values are between 0 and 1.
-
-    Args:
-        names: of ``exact_match`` (equal after removing spaces at both ends), ``bleu`` (Papineni et
-            al. 2002; of the corpus, with the tokens "13a" of sacrebleu), ``chrf`` (Popovic 2015; of
-            the corpus, characters only), ``rouge1``, ``rouge2``, ``rougeL`` and ``rougeLsum`` (Lin
-            2004; mean F1 of :func:`words`).
-        near_ties: count the texts that rounding could change (``near_ties``), too.
-    """
-    from torchmetrics import MeanMetric, MetricCollection, SumMetric
-    from torchmetrics.text import CHRFScore, ROUGEScore, SacreBLEUScore
-
-    class ExactMatch(MeanMetric):
-        """The mean of 0 (another text) and 1 (the same text)."""
-
-        higher_is_better = True  # type: ignore[assignment]
-
-    class Rouge(ROUGEScore):
-        """ROUGE whose results are only the F1, named as here."""
-
-        def compute(self) -> dict[str, torch.Tensor]:
-            values = super().compute()
-            return {key: values[f"{key}_fmeasure"] for key in names if key in ROUGE}
-
-    # Sums of many characters are exact only in float64.
-    metrics: dict[str, Any] = {}
-    if "exact_match" in names:
-        metrics["exact_match"] = ExactMatch()
-    if "bleu" in names:
-        metrics["bleu"] = SacreBLEUScore(tokenize="13a")
-    if "chrf" in names:
-        metrics["chrf"] = CHRFScore(n_word_order=0)
-    keys = tuple(name for name in names if name in ROUGE)
-    if keys:
-        metrics["rouge"] = Rouge(rouge_keys=keys, normalizer=words, tokenizer=str.split)
-    if near_ties:
-        metrics[TIES] = SumMetric()
-    for metric in metrics.values():
-        metric.set_dtype(torch.float64)
-    return MetricCollection(metrics)
-
-
-def update_texts(
-    metrics: Any, batch: Mapping[str, Any], texts: Sequence[str], references: Sequence[str]
-) -> None:
-    """Add generated texts to the metrics of :func:`text_metrics`.
-
-    Args:
-        metrics: the collection.
-        batch: the batch, with ``near_ties``, (samples,), if these are counted.
-        texts: generated texts.
-        references: the reference of each one.
-    """
-    for name, metric in metrics.items():
-        if name == "exact_match":
-            same = [a.strip() == b.strip() for a, b in zip(texts, references, strict=True)]
-            metric.update(torch.tensor(same, dtype=torch.float64, device=metric.device))
-        elif name == TIES:
-            metric.update(batch[TIES].to(metric.device))
-        elif name == "rouge":
-            metric.update(list(texts), list(references))
-        else:
-            metric.update(list(texts), [[reference] for reference in references])
-
-
 class WritesTexts:
     """Base class of tasks whose models write texts, which are compared with their targets."""
 
@@ -134,11 +68,61 @@ class WritesTexts:
     tokenizer: Any
 
     def generated_metrics(self) -> Any:
-        return text_metrics(self.text_metrics, near_ties=self.beams == 1)
+        """Return a new torchmetrics.MetricCollection. All values are between 0 and 1.
+
+        ``exact_match`` counts texts that are equal after removing spaces at both ends. ``bleu``
+        (Papineni et al. 2002) is that of the corpus, with the tokens "13a" of sacrebleu; ``chrf``
+        (Popovic 2015) that of the corpus, of characters only; ``rouge1``, ``rouge2``, ``rougeL``
+        and ``rougeLsum`` (Lin 2004) are the mean F1 of :func:`words`. ``near_ties`` counts the
+        texts that rounding could change, unless there are several beams.
+        """
+        from torchmetrics import MeanMetric, MetricCollection, SumMetric
+        from torchmetrics.text import CHRFScore, ROUGEScore, SacreBLEUScore
+
+        class ExactMatch(MeanMetric):
+            """The mean of 0 (another text) and 1 (the same text)."""
+
+            higher_is_better = True  # type: ignore[assignment]
+
+        keys = tuple(name for name in self.text_metrics if name in ROUGE)
+
+        class Rouge(ROUGEScore):
+            """ROUGE whose results are only the F1, named as here."""
+
+            def compute(self) -> dict[str, torch.Tensor]:
+                values = super().compute()
+                return {key: values[f"{key}_fmeasure"] for key in keys}
+
+        metrics: dict[str, Any] = {}
+        if "exact_match" in self.text_metrics:
+            metrics["exact_match"] = ExactMatch()
+        if "bleu" in self.text_metrics:
+            metrics["bleu"] = SacreBLEUScore(tokenize="13a")
+        if "chrf" in self.text_metrics:
+            metrics["chrf"] = CHRFScore(n_word_order=0)
+        if keys:
+            metrics["rouge"] = Rouge(rouge_keys=keys, normalizer=words, tokenizer=str.split)
+        if self.beams == 1:
+            metrics[TIES] = SumMetric()
+
+        # Sums of many characters are exact only in float64.
+        for metric in metrics.values():
+            metric.set_dtype(torch.float64)
+        return MetricCollection(metrics)
 
     def update_generated(self, metrics: Any, batch: dict[str, Any], texts: list[str]) -> None:
         """Compare each text with the first answer of its sample."""
-        update_texts(metrics, batch, texts, [text or "" for text in self._references(batch)])
+        references = [text or "" for text in self._references(batch)]
+        for name, metric in metrics.items():
+            if name == "exact_match":
+                same = [a.strip() == b.strip() for a, b in zip(texts, references, strict=True)]
+                metric.update(torch.tensor(same, dtype=torch.float64, device=metric.device))
+            elif name == TIES:
+                metric.update(batch[TIES].to(metric.device))
+            elif name == "rouge":
+                metric.update(texts, references)
+            else:
+                metric.update(texts, [[reference] for reference in references])
 
     def _references(self, batch: Mapping[str, Any]) -> list[str | None]:
         """Return the first trained answer of each sample as text; None if there is none."""
