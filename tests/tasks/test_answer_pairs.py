@@ -283,7 +283,7 @@ ROWS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a text that is the beginning": (
         {"chosen": "a b", "rejected": "a"},
-        "it is only the beginning of the other side, so its answer is empty; fill it",
+        "rejected: it is only the beginning of the other side, so its answer is empty; fill it",
     ),
     "an empty message": (
         {"prompt": ASK, "chosen": GOOD, "rejected": turns("", first="assistant")},

@@ -267,25 +267,25 @@ def _padding_of(tokenizer: Any, config: Any) -> tuple[int, list[str]]:
     Raises:
         ValueError: the tokenizer has neither a padding token nor an end token.
     """
+    special = tokenizer.added_tokens_decoder
     known = [tokenizer.pad_token_id]
     if config is not None:
         known.insert(0, padding_token(config, tokenizer))
-    special = tokenizer.added_tokens_decoder
     known += [number for number, token in special.items() if "pad" in token.content.lower()]
     known += [tokenizer.unk_token_id, tokenizer.eos_token_id]
+
+    # Take the first one that ends no text, else the end token.
     numbers = [number for number in known if number is not None]
+    numbers.sort(key=lambda number: number == tokenizer.eos_token_id)
     if not numbers:
         raise ValueError(
             "the tokenizer has no padding token and no end token; set pad_token in "
             "tokenizer_config.json"
         )
-
-    # Take the first one that ends no text, else the end token.
-    others = [number for number in numbers if number != tokenizer.eos_token_id]
-    padding = int([*others, *numbers][0])
+    padding = int(numbers[0])
     if padding != tokenizer.pad_token_id and padding in special:
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
-    if others:
+    if padding != tokenizer.eos_token_id:
         return padding, []
     line = (
         f"the padding token {tokenizer.eos_token!r} is also the end token: rewards are read at the "

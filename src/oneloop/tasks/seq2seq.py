@@ -112,7 +112,14 @@ class Seq2Seq(WritesTexts, TokenTargets):
         self.beams = beams
         self._use_lengths(length, target_length)
         self.answer = self.lengths[1] if answer is None else answer
-        self._check_numbers()
+        if not 0 <= label_smoothing < 1:
+            raise ValueError(
+                f"task.label_smoothing {label_smoothing} must be at least 0 and below 1 "
+                "(common: 0.1)"
+            )
+        for key, value in {"answer": self.answer, "beams": beams}.items():
+            if value < 1:
+                raise ValueError(f"task.{key} {value} must be at least 1")
 
         # Choose the tokenizer; without a model, train it on the training texts.
         sources = open_sources(data, self.settings, [self.columns], {"numbers": "numbers"})
@@ -145,18 +152,6 @@ class Seq2Seq(WritesTexts, TokenTargets):
                 raise ValueError(f"task.{key} {size} must be at least 2 tokens")
             lengths.append(size)
         self.lengths = (lengths[0], lengths[1])
-
-    def _check_numbers(self) -> None:
-        """Raise ValueError if a number is out of range."""
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(
-                f"task.label_smoothing {self.label_smoothing} must be at least 0 and below 1 "
-                "(common: 0.1)"
-            )
-        if self.answer < 1:
-            raise ValueError(f"task.answer {self.answer} must be at least 1 token")
-        if self.beams < 1:
-            raise ValueError(f"task.beams {self.beams} must be at least 1 (greedy)")
 
     def _encoder(
         self, overlong: Overlong, source: Source, rows: Any, *, labelled: bool = True

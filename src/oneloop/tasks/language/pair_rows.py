@@ -164,8 +164,7 @@ def pair_outputs(
         training: whether the model is in training mode.
     """
     if not training:
-        detached = {name: value.detach() for name, value in values.items()}
-        return {"loss": losses.detach(), **detached}
+        return {name: value.detach() for name, value in {"loss": losses, **values}.items()}
     count = mask.sum()
     means = {"padding": batch["padding"]}
     for name, value in values.items():

@@ -67,6 +67,7 @@ class TokenTargets:
     def __init__(self, settings: LoadSettings) -> None:
         # The model to load; with adapters, ``model`` may be their folder.
         self.settings = settings
+        self.pretrained = settings.pretrained  # evaluate may set it later
         self.adapters = adapters(settings.model, settings.lora, pretrained=settings.pretrained)
         self.name = settings.model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
@@ -87,9 +88,7 @@ class TokenTargets:
     def known_tokenizer(self) -> Any:
         """Return the tokenizer of the model, or of the adapters if their folder has one."""
         assert self.name is not None
-        source = self.name
-        if self.adapters is not None:
-            source = self.adapters.tokenizer
+        source = self.adapters.tokenizer if self.adapters else self.name
         return tokenizer_of(
             source,
             trust_remote_code=self.settings.trust_remote_code,
@@ -158,7 +157,7 @@ class TokenTargets:
             kind,
             self.name,
             classes,
-            pretrained=self.settings.pretrained,
+            pretrained=self.pretrained,
             trust_remote_code=self.settings.trust_remote_code,
             **loading_options(lora),
         )
