@@ -6,7 +6,7 @@ as its bitwise complement, so that one array holds both kinds.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ IGNORE = -100  # ignored target
 HEAD = 2  # numbers before the tokens of a pair: the tokens of its first document, and any other
 
 Overlong = Literal["cut", "split", "drop"]
+Measure = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""returns the number of input tokens of groups from the numbers of tokens of their documents"""
 
 
 class Sample(NamedTuple):
@@ -46,7 +48,7 @@ def input_tokens(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.asarray(sizes.sum(1) - sizes.shape[1])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Samples:
     """Groups of documents in one array; each group is a sample, or several are packed into a row.
 
@@ -71,7 +73,7 @@ class Samples:
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     _: KW_ONLY
-    measure: Callable[[NDArray[np.int64]], NDArray[np.int64]] = input_tokens
+    measure: InitVar[Measure] = input_tokens
     size: int = 1
     room: int = 0
     by_length: bool = True
@@ -81,9 +83,9 @@ class Samples:
     cut: NDArray[np.bool_] | None = None
     draw: Callable[[NDArray[np.int32]], Any] = np.asarray
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, measure: Measure) -> None:
         self.outputs: FrozenOutputs | None = None
-        self.lengths = self.measure(self.sizes.reshape(-1, self.size))
+        self.lengths = measure(self.sizes.reshape(-1, self.size))
         """number of input tokens of each group"""
 
         # Pack the groups once, by best-fit decreasing.
