@@ -29,12 +29,6 @@ def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:
     return torch.stack(losses).sum()  # type: ignore[arg-type]
 
 
-def _diagonal(rows: slice, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return row and column indices of the pairs of a block."""
-    number = torch.arange(rows.stop - rows.start, device=like.device)
-    return number, number + rows.start
-
-
 def info_nce(
     queries: Tensor,
     keys: Tensor,
@@ -57,17 +51,16 @@ def info_nce(
     """
 
     def loss(rows: slice) -> Tensor:
-        # The right key of each row of this block is on its diagonal.
         logits = scale * queries[rows] @ keys.T
-        row, column = _diagonal(rows, logits)
 
-        # Leave out duplicates of the right key.
+        # Leave out duplicates of the right key, which is on the diagonal of these rows.
         same = torch.zeros_like(logits, dtype=torch.bool)
         for own, others in ids:
             same |= own[rows, None] == others
-        same[row, column] = False
+        same.diagonal(rows.start).fill_(False)
         logits = logits.masked_fill(same, -torch.inf)
-        return F.cross_entropy(logits, column, reduction="sum")
+        right = torch.arange(rows.start, rows.stop, device=logits.device)
+        return F.cross_entropy(logits, right, reduction="sum")
 
     return _summed(loss, len(queries), len(keys))
 
@@ -89,7 +82,7 @@ def sigmoid_loss(
     def loss(rows: slice) -> Tensor:
         logits = scale * queries[rows] @ keys.T + bias
         sign = -torch.ones_like(logits)
-        sign[_diagonal(rows, logits)] = 1.0
+        sign.diagonal(rows.start).fill_(1.0)
         return -F.logsigmoid(sign * logits).sum()
 
     return _summed(loss, len(queries), len(keys))
@@ -111,12 +104,11 @@ def supervised(embeddings: Tensor, labels: Tensor, scale: Tensor | float) -> Ten
     def loss(rows: slice) -> Tensor:
         logits = scale * embeddings[rows] @ embeddings.T
         right = labels[rows, None] == labels
-        right[_diagonal(rows, logits)] = False
+        right.diagonal(rows.start).fill_(False)
 
         # Take the log of the softmax over all others.
-        own = torch.zeros_like(right)
-        own[_diagonal(rows, logits)] = True
-        others = logits.masked_fill(own, -torch.inf)
+        others = logits.clone()
+        others.diagonal(rows.start).fill_(-torch.inf)
         log_shares = logits - others.logsumexp(1, keepdim=True)
         total = log_shares.masked_fill(~right, 0.0).sum(1)
         return -(total / right.sum(1).clamp(min=1)).sum()

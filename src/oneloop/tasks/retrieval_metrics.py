@@ -17,30 +17,6 @@ _NAMES = (
 )
 
 
-class _Groups:
-    """Documents of equal texts, of which only one counts, and the right ones of equal queries.
-
-    Args:
-        queries: integers (samples,), equal for equal queries.
-        documents: likewise.
-    """
-
-    def __init__(self, queries: Tensor, documents: Tensor) -> None:
-        self.queries = queries
-        # Number the distinct texts from 0; the first of several equal documents stands for all.
-        self.kinds = torch.unique(documents, return_inverse=True)[1]
-        order = self.kinds.argsort(stable=True)
-        steps = self.kinds[order].diff(prepend=order.new_tensor([-1]))
-        self.is_first = torch.empty_like(steps, dtype=torch.bool)
-        self.is_first[order] = steps > 0
-
-    def counted(self, rows: slice) -> Tensor:
-        """Return which documents count as wrong for the queries of these rows, as booleans."""
-        equal = (self.queries[rows, None] == self.queries).int()
-        right = torch.zeros_like(equal).index_add_(1, self.kinds, equal) > 0
-        return self.is_first & ~right[:, self.kinds]
-
-
 class Retrieval(Means):
     """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
 
@@ -81,7 +57,6 @@ class Retrieval(Means):
         self, queries: Tensor, documents: Tensor, ids: Sequence[Tensor], *, prefix: str = ""
     ) -> Iterator[Mapping[str, tuple[Tensor, Tensor]]]:
         """Yield the values and weights of a block of queries, by metric."""
-        groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
             similarity = queries[rows] @ documents.T
@@ -93,9 +68,32 @@ class Retrieval(Means):
             for id_ in ids:
                 before &= id_[rows, None] != id_
             before.diagonal(rows.start).fill_(False)
-            if groups is not None:
-                before &= groups.counted(rows)
+            if self.group:
+                before &= _wrong(rows, *ids)
             rank = widest(1 + before.sum(1))
             values = {f"{prefix}recall@{k}": rank <= k for k in (1, 5, 10)}
             values[f"{prefix}mrr"] = 1 / rank
             yield {name: (value, torch.ones_like(rank)) for name, value in values.items()}
+
+
+def _wrong(rows: slice, queries: Tensor, documents: Tensor) -> Tensor:
+    """Return which documents count as wrong for the queries of these rows, as booleans.
+
+    Of documents of equal texts only one counts. The documents of all equal queries are right.
+
+    Args:
+        rows: of a block of queries.
+        queries: integers (samples,), equal for equal queries.
+        documents: likewise.
+    """
+    # Number the distinct texts from 0; the first of several equal documents stands for all.
+    kinds = torch.unique(documents, return_inverse=True)[1]
+    order = kinds.argsort(stable=True)
+    steps = kinds[order].diff(prepend=order.new_tensor([-1]))
+    is_first = torch.empty_like(steps, dtype=torch.bool)
+    is_first[order] = steps > 0
+
+    # A document is right for a query if it belongs to an equal one.
+    equal = (queries[rows, None] == queries).int()
+    right = torch.zeros_like(equal).index_add_(1, kinds, equal) > 0
+    return is_first & ~right[:, kinds]
