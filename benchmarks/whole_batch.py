@@ -258,12 +258,14 @@ def ours(folder: str, micro: int) -> dict[str, Tensor]:
     model = run.prepare(job.model.eval(), blocks=job.built.blocks)
     parameters = [p for p in model.parameters() if p.requires_grad]
     made = Gradients(job, run, model, parameters, preflight(job, run, model))
-    make = job.task._maker([0, 1])
-    texts = [line.split("\t") for line in (Path(folder) / "pairs.txt").read_text().splitlines()]
+    samples = []
+    for line in (Path(folder) / "pairs.txt").read_text().splitlines():
+        row = dict(zip(("anchor", "positive"), line.split("\t"), strict=True))
+        samples.append(job.task.encoded(job.task.reader, job.task.columns, int, row))
     accumulate(
         run,
         made,
-        group_of(job, run, [make(pair) for pair in texts]),
+        group_of(job, run, samples),
         Meter(run.accelerator),
         position=0,
         measured=False,

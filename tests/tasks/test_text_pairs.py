@@ -203,8 +203,8 @@ def test_the_loss_is_that_of_sentence_transformers(folder, base, kind, negatives
         base, [[row[name] for row in rows] for name in columns], kind, scale=20.0, **options
     )
     model = made.model().double().eval()
-    maker = made._maker(columns)
-    loss, _ = loss_alone(made, model, made.collate([maker(row) for row in rows]))
+    samples = [made.encoded(made.reader, made.columns, int, row) for row in rows]
+    loss, _ = loss_alone(made, model, made.collate(samples))
     (loss / len(rows)).backward()
     torch.testing.assert_close(loss.detach() / len(rows), value, rtol=1e-9, atol=0)
     for name, parameter in model.named_parameters():

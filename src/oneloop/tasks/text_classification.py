@@ -3,7 +3,6 @@
 from collections import Counter
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,8 +25,6 @@ class TextClassification(OneClass, TextRows):
         packages: number of packages (the largest of the standard library).
         lines: lines per snippet.
     """
-
-    sample_weight = 1.0
 
     needs = TextRows.needs | {
         "held_out": "data!=stdlib",
@@ -58,12 +55,6 @@ class TextClassification(OneClass, TextRows):
             for name, split in splits.items():
                 self._sets[name] = [(encode(text), number[label]) for text, label in split]
 
-    def collate(self, samples: list[tuple[Any, int]]) -> dict[str, Tensor]:
-        texts, labels = zip(*samples, strict=True)
-        batch = self.reader.collate(texts)
-        batch["label"] = torch.tensor(labels)
-        return batch
-
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
         each = F.cross_entropy(logits, batch["label"], reduction="none")
@@ -71,8 +62,7 @@ class TextClassification(OneClass, TextRows):
 
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        judged = self.judged(label, outputs)
-        return {"text": self.reader.decode(text), **judged}
+        return {"text": self.reader.decode(text), **self.judged(label, outputs)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:

@@ -43,17 +43,14 @@ class Encoder(nn.Module):
         from transformers import BertModel
 
         self.encoder = BertModel(config, add_pooling_layer=False)
+        leave_masks_unread(self.encoder)
         self.head = nn.Linear(config.hidden_size, outputs)
         self.words = words
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        # Pass a 4-D mask (batch, 1, query, key): transformers reads a 2-D mask on the host (sync).
-        known = attention_mask.bool()[:, None, None, :]
-        mask = known.expand(-1, 1, input_ids.shape[1], -1)
-        hidden = self.encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        hidden = self.encoder(input_ids, attention_mask).last_hidden_state
         if not self.words:
-            share = attention_mask[:, :, None].to(hidden.dtype)
-            hidden = (hidden * share).sum(1) / share.sum(1)
+            hidden = mean_of(hidden, attention_mask)
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
@@ -271,7 +268,8 @@ class TextReader:
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        output = model(**_inputs(batch), **self.options)
+        inputs = {key: batch[key] for key in _INPUTS if key in batch}
+        output = model(**inputs, **self.options)
         logits: Tensor = getattr(output, "logits", output)
         return logits
 
@@ -284,6 +282,7 @@ class TextReader:
         self.tokenizer.save_pretrained(folder)
 
 
-def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs of an encoder among the tensors of a batch."""
-    return {key: batch[key] for key in _INPUTS if key in batch}
+def mean_of(hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return the mean of the hidden states of each text, without its padding."""
+    share = attention_mask[:, :, None].to(hidden.dtype)
+    return (hidden * share).sum(1) / share.sum(1)

@@ -2,10 +2,11 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ from oneloop.tasks.columns import (
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.retrieval_metrics import Retrieval
-from oneloop.tasks.rows.open_data import Source, sets_of
+from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
-from oneloop.tasks.text_encoders import LEARNED
+from oneloop.tasks.rows.rows import Row
+from oneloop.tasks.text_encoders import LEARNED, TextReader, mean_of
 from oneloop.tasks.text_rows import TextRows
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
-_POOLING = "1_Pooling"  # folder of sentence-transformers
 _NEEDS = {key: needed.replace("bytes", LEARNED) for key, needed in TextRows.needs.items()}
 _NEEDS |= {"held_out": "data!=stdlib", "split_by": "data!=stdlib"}
 _NEEDS |= {"vocab": f"model={LEARNED}"}
@@ -63,7 +64,6 @@ class TextPairs(TextRows):
             positive of an equal anchor is right (false: each copy counts).
     """
 
-    sample_weight = 1.0
     predicts_classes = False
     new_model = LEARNED
     batch_columns = ("index", "anchor_id", "candidate_id")
@@ -122,20 +122,21 @@ class TextPairs(TextRows):
         """Learn the tokens of the packaged pairs, and encode all splits."""
         pairs = docstring_pairs()
         self.reader.learn(lambda: chain.from_iterable(pairs["train"]), self._vocab)
-        make = self._maker([0, 1])
+        columns = {"anchor": "docstring", "positive": "function"}
         for split, of_split in pairs.items():
-            self._sets[split] = [*map(make, of_split)]
-        copies = [repeated(texts) for texts in zip(*pairs["train"], strict=True)]
+            self._sets[split] = []
+            for pair in of_split:
+                row = dict(zip(columns.values(), pair, strict=True))
+                self._sets[split].append(self.encoded(self.reader, columns, int, row))
+        copies = sum(repeated(texts) for texts in zip(*pairs["train"], strict=True))
         self._data_notes = [*self._copies({"train": copies})]
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
             check_column(sources, key)
-        columns: dict[str, list[tuple[Any, str]]] = {}
-        for key in ("anchor", "positive"):
-            for _, split, rows, column in columns_of(sources, key):
-                columns.setdefault(split, []).append((rows, column))
-        training = columns.get("train", [])
+        pairs = chain(columns_of(sources, "anchor"), columns_of(sources, "positive"))
+        columns = [(split, rows, column) for _, split, rows, column in pairs]
+        training = [(rows, column) for split, rows, column in columns if split == "train"]
         if not training:
             return  # rows to predict
 
@@ -150,19 +151,18 @@ class TextPairs(TextRows):
             return
 
         self.reader.learn(lambda: chain.from_iterable(starmap(texts_of, training)), self._vocab)
-        copies = {}
-        for split, texts in columns.items():
-            copies[split] = [repeated(texts_of(rows, column)) for rows, column in texts]
+        copies = Counter[str]()
+        for split, rows, column in columns:
+            copies[split] += repeated(texts_of(rows, column))
         sources[0].notes += self._copies(copies)
 
-    def _copies(self, copies: Mapping[str, Sequence[int]]) -> Iterator[str]:
+    def _copies(self, copies: Mapping[str, int]) -> Iterator[str]:
         """Yield a line for each split with texts that are copies of another row's text.
 
         Args:
-            copies: numbers of texts by split, which are equal to an earlier one of their column.
+            copies: number of texts by split, which are equal to an earlier one of their column.
         """
-        for split, numbers in copies.items():
-            count = sum(numbers)
+        for split, count in copies.items():
             if count and split == "train":
                 line = (
                     f"{count:,} anchors and positives of the training pairs are equal to an "
@@ -180,17 +180,23 @@ class TextPairs(TextRows):
                     "counts in the ranks: --task.group_answers true ranks distinct texts"
                 )
 
-    def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
-        self._check(sources)
-        if labelled:
-            check_together(sources, [*self.columns], unlearnable)
-        return sets_of(
-            sources, lambda source: self._maker([source.columns[key] for key in self.columns])
-        )
+    def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], int]]:
+        """Check that something can be learned from each pair, which has no other target."""
+        check_together(sources, [*self.columns], unlearnable)
+        return {source.name: int for source in sources}
 
-    def _maker(self, columns: Sequence[Any]) -> Callable[[Any], Any]:
-        """Return the function from a row to its sample: the encoded texts, and their numbers."""
-        return partial(_encoded, self.reader.encode, columns)
+    @staticmethod
+    def encoded(
+        reader: TextReader,
+        columns: Mapping[str, str],
+        number: Callable[[Any], Any],
+        row: Row,
+    ) -> Any:
+        """Return the sample of a row: the encoded text of each column, and the text's number."""
+        sample = []
+        for column in filter(None, columns.values()):
+            sample.append((reader.encode(row[column]), number_of_text(row[column])))
+        return sample
 
     def model(self) -> nn.Module:
         model = self.reader.model(None)
@@ -214,38 +220,33 @@ class TextPairs(TextRows):
         The candidates are positive and negatives of each sample in turn.
         """
         batch = {}
-        sides = {
-            "anchor": [sample[:1] for sample in samples],
-            "candidate": [sample[1:] for sample in samples],
-        }
-        for name, texts in sides.items():
+        sides = {"anchor": slice(1), "candidate": slice(1, None)}
+        for name, side in sides.items():
             # Separate the encoded texts from their numbers.
-            encoded, numbers = zip(*chain.from_iterable(texts), strict=True)
+            texts = chain.from_iterable(sample[side] for sample in samples)
+            encoded, numbers = zip(*texts, strict=True)
             batch[f"{name}_id"] = torch.tensor(numbers).view(len(samples), -1)
             for key, value in self.reader.collate(encoded).items():
                 batch[f"{name}.{key}"] = value
         batch["anchor_id"] = batch["anchor_id"][:, 0]
         return batch
 
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return torch.tensor(float(len(batch["anchor_id"])))
-
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return ``anchor`` (samples, width), and ``candidate`` (samples, 1 + negatives, width)."""
-        anchor = self._embedded(model, _inputs(batch, "anchor."))
-        candidate = self._embedded(model, _inputs(batch, "candidate."))
+        anchor = self._embedded(model, batch, "anchor.")
+        candidate = self._embedded(model, batch, "candidate.")
         return {"anchor": anchor, "candidate": candidate.unflatten(0, (len(anchor), -1))}
 
-    def _embedded(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the embeddings of texts, shape (texts, width)."""
+    def _embedded(self, model: nn.Module, batch: dict[str, Tensor], side: str) -> Tensor:
+        """Return the embeddings of the texts of a side of the batch, shape (texts, width)."""
+        inputs = {key.removeprefix(side): batch[key] for key in batch if key.startswith(side)}
         hidden: Tensor = model(**inputs, **self.reader.options).last_hidden_state
         mask = inputs["attention_mask"]
         if self.pooling == "cls":
             return hidden[:, 0]
         if self.pooling == "last":
             return hidden[torch.arange(len(hidden), device=hidden.device), mask.sum(1) - 1]
-        share = mask[:, :, None].to(hidden.dtype)
-        return (hidden * share).sum(1) / share.sum(1)
+        return mean_of(hidden, mask)
 
     def batch_loss(
         self, parts: dict[str, Tensor], columns: dict[str, Tensor]
@@ -327,28 +328,16 @@ class TextPairs(TextRows):
         self.reader.save(model, folder)
 
         # Write the files of sentence-transformers: its two modules, and the settings of pooling.
+        copytree(Path(__file__).with_name("sentence_transformers"), folder, dirs_exist_ok=True)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        path = "sentence_transformers"
-        transformer = f"{path}.base.modules.transformer.Transformer"
-        pooling = f"{path}.sentence_transformer.modules.pooling.Pooling"
-        files = {
-            "modules.json": [
-                {"idx": 0, "name": "0", "path": "", "type": transformer},
-                {"idx": 1, "name": "1", "path": _POOLING, "type": pooling},
-            ],
-            f"{_POOLING}/config.json": {
-                "embedding_dimension": width,
-                "pooling_mode": _POOLINGS[self.pooling],
-                "include_prompt": True,
-            },
-            "config_sentence_transformers.json": {
-                "model_type": "SentenceTransformer",
-                "similarity_fn_name": "cosine",
-            },
+        settings = {
+            "embedding_dimension": width,
+            "pooling_mode": _POOLINGS[self.pooling],
+            "include_prompt": True,
         }
-        (folder / _POOLING).mkdir(exist_ok=True)
-        for name, content in files.items():
-            (folder / name).write_text(json.dumps(content, indent=1))
+        pooling = folder / "1_Pooling"  # as modules.json says
+        pooling.mkdir(exist_ok=True)
+        (pooling / "config.json").write_text(json.dumps(settings, indent=1))
 
 
 def _check_distinct(key: str, names: Sequence[str]) -> None:
@@ -356,19 +345,3 @@ def _check_distinct(key: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"task.{key}: {name!r} is there twice; name each one once")
-
-
-def _inputs(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the model's inputs among the tensors of a batch: those with this prefix."""
-    return {key.removeprefix(prefix): batch[key] for key in batch if key.startswith(prefix)}
-
-
-def _encoded(
-    encode: Callable[[str], Any], columns: Sequence[Any], row: Any
-) -> list[tuple[Any, int]]:
-    """Return the sample of a row: the encoded text of each column, and the text's number."""
-    sample = []
-    for column in columns:
-        text = row[column]
-        sample.append((encode(text), number_of_text(text)))
-    return sample

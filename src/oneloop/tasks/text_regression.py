@@ -23,7 +23,6 @@ class TextRegression(TextRows):
         label: column of the number.
     """
 
-    sample_weight = 1.0
     classes = ("number",)
     predicts_classes = False
 
@@ -44,15 +43,9 @@ class TextRegression(TextRows):
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], float]]:
         return {source.name: float for source in sources}
 
-    def collate(self, samples: list[tuple[Any, float]]) -> dict[str, Tensor]:
-        texts, numbers = zip(*samples, strict=True)
-        batch = self.reader.collate(texts)
-        batch["number"] = torch.tensor(numbers, dtype=torch.float32)
-        return batch
-
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         prediction = self.reader.logits(model, batch)[:, 0]
-        each = (prediction - batch["number"]).square()
+        each = (prediction - batch["label"]).square()
         return each.sum(), {"prediction": prediction.detach(), "loss": each.detach()}
 
     def metrics(self) -> Any:
@@ -74,7 +67,7 @@ class TextRegression(TextRows):
         # The sums are in host memory if the device has no float64.
         device = metrics["pearson"].device
         prediction = outputs["prediction"].to(device).double()
-        metrics.update(prediction, batch["number"].to(device).double())
+        metrics.update(prediction, batch["label"].to(device).double())
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]

@@ -62,6 +62,7 @@ class TextRows(SplitSets):
         stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
     """
 
+    sample_weight: float | None = 1.0
     needs: dict[str, str] = _NEEDS
     target = "label"  # task key of the target column
     words = False  # whether each word has a target, instead of the whole text
@@ -156,8 +157,32 @@ class TextRows(SplitSets):
         }
 
     def _sample(self, source: Source, number: Callable[[Any], Any]) -> Callable[[Row], Any]:
-        text, second, label = (source.columns[key] for key in ("text", "second", "label"))
-        return partial(_encoded, self.reader.encode, text, second, label, number)
+        return partial(self.encoded, self.reader, source.columns, number)
+
+    @staticmethod
+    def encoded(
+        reader: TextReader,
+        columns: Mapping[str, str],
+        number: Callable[[Any], Any],
+        row: Row,
+    ) -> Any:
+        """Return the sample of a row: its encoded texts, and the number of its label.
+
+        Args:
+            reader: encodes texts.
+            columns: names of the columns, by key of the task. A row to predict has no label.
+            number: of a label.
+            row: the row.
+        """
+        second = row[columns["second"]] if columns["second"] else None
+        sample = reader.encode(row[columns["text"]], second)
+        return sample, number(row.get(columns["label"], 0))
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        texts, labels = zip(*samples, strict=True)
+        batch = self.reader.collate(texts)
+        batch["label"] = torch.tensor(labels)
+        return batch
 
     def model(self) -> nn.Module:
         model = self.reader.model(self.classes, words=self.words)
@@ -193,25 +218,3 @@ def _sizes(reader: Any, texts: Sequence[Sequence[str]], row: Row) -> NDArray[np.
             continue
         sizes.append(len(reader.encode(*values)["input_ids"]))
     return np.array(sizes, np.int32)
-
-
-def _encoded(
-    encode: Callable[[str, str | None], Any],
-    text: str,
-    second: str,
-    label: str,
-    number: Callable[[Any], Any],
-    row: Row,
-) -> tuple[Any, Any]:
-    """Return the sample of a row: its encoded texts, and the number of its label.
-
-    Args:
-        encode: of one or two texts.
-        text: column of the first text.
-        second: column of the second text, or empty.
-        label: column of the label, which a row to predict does not have.
-        number: of a label.
-        row: the row.
-    """
-    sample = encode(row[text], row[second] if second else None)
-    return sample, number(row.get(label, 0))

@@ -1,7 +1,6 @@
 """Token classification (names, parts of speech): predict a class for each word."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from oneloop.tasks.columns import (
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row, drop_rows
+from oneloop.tasks.text_encoders import TextReader
 from oneloop.tasks.text_rows import TextRows
 
 _UNTAGGED = -1  # class of a word whose tag is -100
@@ -42,6 +42,7 @@ class TokenClassification(TextRows):
             words_cut is the number of words after the cut.
     """
 
+    sample_weight = None
     unit = "tokens"
     target = "tags"
     words = True
@@ -65,11 +66,26 @@ class TokenClassification(TextRows):
         if sources[0].columns["tags"]:
             check_together(sources, ["tokens", "tags"], _unequal)
 
-    def _sample(
-        self, source: Source, number: Callable[[Any], int]
-    ) -> Callable[[Row], tuple[Any, Tensor, int]]:
-        columns = source.columns
-        return partial(_encoded, self.reader, columns["tokens"], columns["tags"], number)
+    @staticmethod
+    def encoded(
+        reader: TextReader,
+        columns: Mapping[str, str],
+        number: Callable[[Any], Any],
+        row: Row,
+    ) -> Any:
+        """Return the sample of a row: its encoded words, a target for each byte or token, and its
+        number of words after the cut.
+        """
+        words = row[columns["tokens"]]
+        classes = row.get(columns["tags"], [0] * len(words))
+
+        # Each word is predicted where it starts. Words that are cut have no start.
+        sample, starts, length = reader.encode_words(words)
+        kept = classes[: len(starts)]
+        numbers = [_UNTAGGED if one in UNTAGGED else number(one) for one in kept]
+        target = torch.full((length,), _IGNORE)
+        target[starts] = torch.tensor(numbers, dtype=torch.int64)
+        return sample, target, len(words) - len(starts)
 
     def collate(self, samples: list[tuple[Any, Tensor, int]]) -> dict[str, Tensor]:
         texts, targets, words_cut = zip(*samples, strict=True)
@@ -164,28 +180,3 @@ def _with_tags(source: Source, split: str, rows: Any, column: str) -> Any:
             f"first: {rows.where(out[0])}"
         )
     return drop_rows(rows, np.array(out))
-
-
-def _encoded(
-    reader: Any, tokens: str, tags: str, number: Callable[[Any], int], row: Row
-) -> tuple[Any, Tensor, int]:
-    """Return the sample of a row: its encoded words, a target for each byte or token, and its
-    number of words after the cut.
-
-    Args:
-        reader: encodes words.
-        tokens: column of the words.
-        tags: column of their classes, which a row to predict does not have.
-        number: of a class.
-        row: the row.
-    """
-    words = row[tokens]
-    classes = row.get(tags, [0] * len(words))
-
-    # Each word is predicted where it starts. Words that are cut have no start.
-    sample, starts, length = reader.encode_words(words)
-    kept = classes[: len(starts)]
-    numbers = [_UNTAGGED if one in UNTAGGED else number(one) for one in kept]
-    target = torch.full((length,), _IGNORE)
-    target[starts] = torch.tensor(numbers, dtype=torch.int64)
-    return sample, target, len(words) - len(starts)
