@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from pathlib import Path
-from shutil import copytree
+from shutil import copyfile
 from typing import Any
 
 import torch
@@ -328,7 +328,8 @@ class TextPairs(TextRows):
         self.reader.save(model, folder)
 
         # Write the files of sentence-transformers: its two modules, and the settings of pooling.
-        copytree(Path(__file__).with_name("sentence_transformers"), folder, dirs_exist_ok=True)
+        for file in Path(__file__).with_name("sentence_transformers").glob("*.json"):
+            copyfile(file, folder / file.name)  # without the permissions of the package
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         settings = {
             "embedding_dimension": width,
