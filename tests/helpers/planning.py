@@ -106,7 +106,17 @@ def one_step(
         job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None
     )
     step, evaluation = costs.step(), costs.evaluation()
-    costs.ledger.operators = []
+
+    # Collect the names of the operators of one step.
+    operators: list[str] = []
+    counted = costs.ledger._event
+
+    def noted(operator: str) -> None:
+        if operator != "resize":  # no operator
+            operators.append(operator)
+        counted(operator)
+
+    costs.ledger._event = noted
     # A trace takes seconds, and shows only what gloo does.
     if run.ranks > 1 and not planned_ranks:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
@@ -115,7 +125,6 @@ def one_step(
     else:
         costs._run_step()
         events = []
-    operators, costs.ledger.operators = costs.ledger.operators, None
     called = [
         (event.name, event.input_shapes) for event in events if event.name.startswith("gloo:")
     ]
@@ -123,7 +132,7 @@ def one_step(
         "peak": step.peak,
         "kinds": step.kinds,
         "collectives": [
-            (call.name, call.size, call.ranks, number) for call, number in step.collectives
+            (call.name, call.size, call.ranks, call.calls) for call in step.collectives
         ],
         "operations": step.operations,
         "evaluation": evaluation and evaluation.peak,

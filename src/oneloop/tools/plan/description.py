@@ -10,7 +10,7 @@ from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.gpus import ANY, GIB, GPUS
-from oneloop.tools.plan.ledger import Costs, PeakMemory
+from oneloop.tools.plan.ledger import Calls, Costs, PeakMemory
 from oneloop.tools.plan.step_costs import StepCosts
 
 # Rules of thumb, in bytes, for what no tensor holds.
@@ -51,17 +51,6 @@ class Memory:
     def largest(self) -> PeakMemory:
         """The phase that needs most memory."""
         return max(self.phases().values(), key=lambda phase: phase.peak)
-
-
-@dataclass
-class Calls:
-    """Equal collective operations of one step."""
-
-    name: str  # all-gather, reduce-scatter, …
-    size: int  # bytes of the whole tensor
-    ranks: int  # of the process group
-    calls: int
-    wire: float  # bytes that one process sends in all calls
 
 
 @dataclass
@@ -160,11 +149,6 @@ def describe(
         size = len(job.train_set)
         network = traffic.line(size, batch=layout.size, steps=job.steps, hosts=asked.nodes)
 
-    collectives = []
-    for call, number in step.collectives:
-        wire = call.wire * number
-        collectives.append(Calls(call.name, call.size, call.ranks, number, wire))
-
     # Count the whole run.
     samples = job.steps * layout.size
     tokens = None
@@ -198,9 +182,9 @@ def describe(
         sync_each_batch=machine.sync_each_batch,
         host=_host(costs, run.ranks // asked.nodes, owned, emas=away, saved=each),
         batch_statistics=has_batch_statistics(costs.model),
-        collectives=collectives,
+        collectives=step.collectives,
         fused_loss=getattr(job.task, "fused_loss", None),
-        wire=sum(call.wire for call in collectives),
+        wire=sum(call.wire for call in step.collectives),
         flops={**step.operations, "total": sum(step.operations.values())},
         run={"steps": job.steps, "samples": samples, "tokens": tokens},
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),

@@ -1,10 +1,8 @@
 """What a step needs to run on fake tensors, which have sizes but no memory; and a shorter step."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.seeded_samples import Batches
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.whole_batch import is_whole_batch
@@ -64,10 +61,6 @@ def empty(model: nn.Module, mode: FakeTensorMode) -> None:
                     held[name] = fake(tensor)
 
 
-def skip(*_: Any, **__: Any) -> None:
-    """Stand in for a function that would compare the ranks."""
-
-
 def shortened(job: Job, run: Run) -> tuple[Job, int]:
     """Return the job with at most two micro-batches per step, and for how many the first counts.
 
@@ -79,13 +72,3 @@ def shortened(job: Job, run: Run) -> tuple[Job, int]:
     size = 2 * run.ranks * layout.each
     shorter = BatchLayout(size, run.ranks, layout.each)
     return replace(job, layout=shorter), layout.accumulate - 1
-
-
-def loaded_by(call: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Return a context in which ``call(load, …)`` loads each batch of an evaluation."""
-    load = Batches.__getitem__
-
-    def outside(*given: Any) -> Any:
-        return call(load, *given)
-
-    return patch.object(Batches, "__getitem__", outside)

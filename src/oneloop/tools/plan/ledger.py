@@ -59,6 +59,17 @@ class Collective(NamedTuple):
 
 
 @dataclass
+class Calls:
+    """Equal collective operations of one step."""
+
+    name: str  # all-gather, reduce-scatter, …
+    size: int  # bytes of the whole tensor
+    ranks: int  # of the process group
+    calls: int
+    wire: float  # bytes that one process sends in all calls
+
+
+@dataclass
 class PeakMemory:
     """The moment at which a step needs most memory."""
 
@@ -74,7 +85,7 @@ class PeakMemory:
 class Costs(PeakMemory):
     """What a step takes, or two micro-batches of the evaluation."""
 
-    collectives: list[tuple[Collective, int]]  # with the number of calls
+    collectives: list[Calls]
     operations: dict[str, float]  # floating-point operations by stage
 
 
@@ -102,7 +113,6 @@ class Ledger(TorchDispatchMode):
         self.events = 0
         self.peak_event = 0  # number of the event at which the peak was reached
         self.operator = ""  # of the last event
-        self.operators: list[str] | None = None  # names of the operators, if it is a list
         self.collectives: list[Collective] = []
         self.operations: Counter[str] = Counter()  # floating-point operations by stage
         self.foreign: set[str] = set()  # names of operators that are not torch's own
@@ -199,8 +209,6 @@ class Ledger(TorchDispatchMode):
             formula = _FORMULAS.get(func._overloadpacket)
             if formula is not None:
                 self.operations[self.now()] += int(formula(*args, **kwargs, out_val=result))
-        if self.operators is not None:
-            self.operators.append(str(func))
         self._event(str(func))
         return result
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from oneloop.basics.tensors import local, reshard, sharded_units
+from oneloop.data.seeded_samples import Batches
 from oneloop.data.step_batches import Batch, Group, to_device
 from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
@@ -35,9 +36,9 @@ from oneloop.loop.gradients import Gradients
 from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.tools.plan.fake_mode import RealValues, empty, loaded_by, shortened, skip
+from oneloop.tools.plan.fake_mode import RealValues, empty, shortened
 from oneloop.tools.plan.largest_samples import SAMPLED, batches_of, by_size
-from oneloop.tools.plan.ledger import Collective, Costs, Ledger, module_names
+from oneloop.tools.plan.ledger import Calls, Collective, Costs, Ledger, module_names
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets
@@ -163,8 +164,8 @@ class StepCosts:
         empty(given, self._mode)
         vars(given)["to"] = lambda *_, **__: given
         with (
-            patch.object(ddp, "_verify_param_shape_across_processes", skip),
-            patch.object(ddp, "_sync_module_states", skip),
+            patch.object(ddp, "_verify_param_shape_across_processes"),
+            patch.object(ddp, "_sync_module_states"),
         ):
             model = prepare(given)
         del vars(given)["to"]
@@ -252,16 +253,18 @@ class StepCosts:
         costs.module = modules[-1]
 
         # The first micro-batch counts for all but the last one.
-        calls = Counter[Collective]()
+        collectives = Counter[Collective]()
         operations = Counter[str]()
         times = self._repeats
         for lap_calls, lap_operations in laps:
             for call, number in lap_calls.items():
-                calls[call] += number * times
+                collectives[call] += number * times
             for stage, number in lap_operations.items():
                 operations[stage] += number * times
             times = 1
-        costs.collectives = sorted(calls.items())
+        for call, number in sorted(collectives.items()):
+            calls = Calls(call.name, call.size, call.ranks, number, call.wire * number)
+            costs.collectives.append(calls)
         costs.operations = dict(operations)
         return costs
 
@@ -325,7 +328,8 @@ class StepCosts:
         indices = np.resize(largest, 3 * micro * run.ranks).tolist()
 
         # Batches and the task's metrics are real, also in fake mode.
-        loading = loaded_by(self._outside)
+        load = Batches.__getitem__
+        loading = patch.object(Batches, "__getitem__", lambda *given: self._outside(load, *given))
         metrics = getattr(job.task, "metrics", None)
         measuring: Any = nullcontext()
         if metrics is not None:
