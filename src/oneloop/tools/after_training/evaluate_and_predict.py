@@ -59,8 +59,7 @@ _GROUP = 10_000  # rows per Parquet row group
 def main(argv: Sequence[str]) -> NoReturn:
     """Run ``evaluate`` or ``predict``; end the process with oneloop's exit code."""
     try:
-        command, *words = argv or [""]
-        given = parsed(command, words)
+        given = parsed(argv[0], argv[1:])
     except (BadInput, Unavailable) as error:
         reject(error)
     run(given)
@@ -179,7 +178,6 @@ def predictions(
     *,
     accelerator: Accelerator,
     micro: int,
-    workers: int = 0,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     raw: bool = False,
@@ -197,7 +195,6 @@ def predictions(
         dataset: map-style.
         accelerator: its ranks share the samples.
         micro: micro-batch size per rank.
-        workers: number of data loading processes.
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
         raw: add the outputs as columns.
@@ -211,7 +208,7 @@ def predictions(
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
     keyed = SeededSamples(dataset, seed=seed)
     device = accelerator.device
-    loaded = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
+    loaded = loader(keyed, collate, share.places, workers=0, device=device, pinned=pinned)
     share_buffers(model)
     with evaluating(model):
         batches = transferred(loaded, device, pinned=pinned)

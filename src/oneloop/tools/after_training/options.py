@@ -28,8 +28,6 @@ _MORE = """
 
 def parser_of(command: str) -> Options:
     """Return the parser of ``evaluate`` or ``predict``."""
-    if command not in _PAGES:
-        raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
 
     # Options of both commands.

@@ -52,11 +52,13 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         line = f"oneloop {command}: task.name {name} of {file} is imported from {place}"
         print(printable(line), file=sys.stderr)
 
-    # The optimizer and the schedule are not needed.
+    # Leave out what only training needs.
     for key in list(written):
         if key.startswith(("optimizer.", "schedule.")):
             del written[key]
-    return parse.recipe(written | {"task.name": name})
+    recipe = parse.recipe(written | {"task.name": name})
+    machine = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    return replace(recipe, machine=machine)
 
 
 def _trusted(name: object, run: Path) -> str:
@@ -235,10 +237,10 @@ def _built(recipe: Recipe, task: Task, processes: Run) -> nn.Module:
 
 
 def _without_training(recipe: Recipe, *, keeps_base: bool) -> Recipe:
-    """Return the recipe without what only training needs.
+    """Return the recipe without what the run's own weights replace.
 
     ``keeps_base``: the run's weights do not replace those of a pretrained model."""
-    machine = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    machine = recipe.machine
     if machine.base_dtype != "float32":
         machine = replace(machine, base_dtype=None)
     task = recipe.task
@@ -296,8 +298,7 @@ def initial_model(of: Trained, run: Run) -> nn.Module:
     Raises:
         ValueError: its initial weights are missing, or cannot be read.
     """
-    machine = replace(of.recipe.machine, compile="none", recompute="none", offload=False)
-    recipe = replace(of.recipe, machine=machine)
+    recipe = of.recipe
     if recipe.task.name in CHOICES["task"]:
         # The trained weights needed no others, but these may begin with those of a base model.
         vars(of.task)["pretrained"] = recipe.task.options.get("pretrained")

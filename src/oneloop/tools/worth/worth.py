@@ -3,7 +3,7 @@
 import json
 import platform
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from math import isnan, nan
 from pathlib import Path
@@ -33,6 +33,7 @@ from oneloop.tools.worth.techniques import (
 
 _SAME_STEPS = 8  # steps before weights are compared; rounding is still small
 _ROUNDING = 1e-5
+_TIMEOUT = 300.0  # seconds after which a run counts as hung
 _WARM_UP = 4  # first steps that are not timed
 
 
@@ -126,8 +127,6 @@ def measured(
     only: Sequence[str] = (),
     rounds: int = 5,
     seconds: float = 1.0,
-    timeout: float = 300.0,
-    say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
     """Measure techniques on a recipe; return the results as plain data.
 
@@ -136,8 +135,6 @@ def measured(
         only: Names of techniques (default: the first eight that this machine and model support).
         rounds: Each round has one run per variant.
         seconds: Each run trains for about so long.
-        timeout: A run of more seconds counts as hung.
-        say: Prints a line about the progress.
 
     Raises:
         BadInput: The recipe or a name is wrong, or the recipe does not train at all.
@@ -146,7 +143,7 @@ def measured(
     check_names(only)
 
     # Run the recipe, to find the number of steps that take about ``seconds``.
-    runner = Runner(words, timeout=timeout)
+    runner = Runner(words, timeout=_TIMEOUT)
     outcome = runner({}, steps=_WARM_UP + 6)
     machine = runner.machine
     if machine is None:
@@ -167,7 +164,7 @@ def measured(
         elif not reason and (only or len(on) < DEFAULT):
             on[name], off[name] = keys_of[name]
             base |= off[name]
-    say(f"{recipe.name}: {len(on)} techniques, {steps} steps per run, {rounds} rounds")
+    print(f"{recipe.name}: {len(on)} techniques, {steps} steps per run, {rounds} rounds")
 
     # Compare the weights first: what fails here is not timed.
     try:
@@ -199,7 +196,7 @@ def measured(
         random.Random(number).shuffle(order)
         for name in order:
             runs[name].append(runner(variants[name], steps=steps))
-        say(f"round {number + 1} of {rounds} done")
+        print(f"round {number + 1} of {rounds} done")
 
     # Describe each technique.
     rows = []
