@@ -446,7 +446,7 @@ def test_parts_that_are_there_are_used(tmp_path):
         (tmp_path / name).write_text(text)
     task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
     seen = {
-        name: {token for sample in part for token in sample.tolist()}
+        name: {token for sample in part for token in sample.documents[0].tolist()}
         for name, part in task._sets.items()
     }
     assert seen == {"train": {97, 98, 256}, "validation": {99, 256}}
@@ -454,7 +454,7 @@ def test_parts_that_are_there_are_used(tmp_path):
     (tmp_path / "test" / "one.txt").write_text("dd, dd\nd" + "d" * 30)
     task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
     assert set(task._sets) == {"train", "validation", "test"}
-    assert {token for sample in task._sets["test"] for token in sample.tolist()} <= {
+    assert {token for sample in task._sets["test"] for token in sample.documents[0].tolist()} <= {
         100,
         44,
         32,

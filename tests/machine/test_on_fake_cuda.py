@@ -93,7 +93,6 @@ FLOAT64_OF_EVALUATIONS = {
     "tasks/language/token_targets.py": "losses of tokens are summed",
     "tasks/sft.py": "losses of tokens are summed",
     "tasks/reward.py": "squares of rewards are summed",
-    "tasks/language/pair_sums.py": "metrics of pairs are summed",
 }
 """the same in an evaluation"""
 

@@ -12,8 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from oneloop.basics.differences import differences
-from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.conversations import FLAGS
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.sft import SFT
 
 pytestmark = pytest.mark.covers(
@@ -41,16 +41,16 @@ def own_cache(tmp_path, monkeypatch):
 @pytest.fixture(scope="module", autouse=True)
 def one_tokenizer():
     """Train the tokenizer of the models from scratch once; each task gets a copy of it."""
-    train = AnswerRows._new_tokenizer
+    train = SFT._new_tokenizer
     trained = {}
 
-    def once(task: AnswerRows, vocab: int) -> Any:
+    def once(task: SFT, vocab: int) -> Any:
         if vocab not in trained:
             trained[vocab] = train(task, vocab)
         return copy.deepcopy(trained[vocab])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AnswerRows, "_new_tokenizer", once)
+        patch.setattr(SFT, "_new_tokenizer", once)
         yield
 
 
@@ -93,7 +93,7 @@ def task_of(folder: Path, *, marked: bool, **keys: Any) -> SFT:
 def trained(task: SFT, index: int = 0) -> list[str]:
     """Return the trained texts of a sample."""
     texts, inside = [], False
-    for token in map(int, task.train_set()[index]):
+    for token in map(int, task.train_set()[index].documents[0]):
         if token >= 0 and not inside:
             texts.append("")
         if token >= 0:
@@ -219,12 +219,13 @@ def test_a_system_prompt_is_the_first_message(tmp_path):
     rows = [{**row, "system": "Be brief."} for row in chats(weight=0)]
     for marked in (True, False):
         task = task_of(written(tmp_path / f"{marked}", rows), marked=marked)
-        sample = task.train_set()[0]
+        sample = task.train_set()[0].documents[0]
         text = task.decode([int(token) if token >= 0 else int(~token) for token in sample])
         assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na ")
         assert trained(task) == [GOOD]
     without = task_of(tmp_path / "True", marked=True, system="")
-    assert "system" not in without.decode([abs(int(token)) for token in without.train_set()[0]])
+    tokens = [abs(int(token)) for token in without.train_set()[0].documents[0]]
+    assert "system" not in without.decode(tokens)
 
 
 def test_rows_without_a_system_prompt(tmp_path):
@@ -235,8 +236,8 @@ def test_rows_without_a_system_prompt(tmp_path):
             row["system"] = system
             row["messages"].insert(0, {"role": "system", "content": "Be brief."})
         task = task_of(written(tmp_path / f"{number}", rows), marked=True)
-        sample = [int(token) if token >= 0 else int(~token) for token in task.train_set()[0]]
-        assert task.decode(sample).count("<|im_start|>system") == 1
+        sample = token_ids(task.train_set()[0].documents[0])
+        assert task.decode(sample.tolist()).count("<|im_start|>system") == 1
 
 
 def test_system_prompts_that_contradict_or_have_no_place(tmp_path):
@@ -280,6 +281,6 @@ def test_no_tools_in_any_form(tmp_path):
     for number, tools in enumerate((None, [], "[]", " [ ] ", "null", "{}", "")):
         rows = [{**row, "tools": tools} for row in chats()]
         task = task_of(written(tmp_path / f"{number}", rows), marked=True)
-        sample = task.train_set()[0].tolist()
+        sample = task.train_set()[0].documents[0].tolist()
         expected = expected or sample
         assert sample == expected

@@ -329,11 +329,12 @@ def test_a_line_counts_the_rows_also_from_the_cache_and_on_several_processes(tmp
         assert [note for note in task.notes if "does not write" in note] == expected
 
     # Workers of a pool return the same.
-    source = task._sources[0].parts["train"]
-    encode = task._encode(labelled=True)
+    source = task.rows.sources[0]
+    rows = source.parts["train"]
+    encode, _ = task.rows._encoder(task.rows.form, source, rows)
     notes = ragged(
-        source,
-        lambda row: encode(row, task._sources[0].columns, task.tokenizer, task._chat),
+        rows,
+        encode,
         made_by="a test",
         what="a test",
         chunk=5,

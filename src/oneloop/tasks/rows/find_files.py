@@ -271,12 +271,13 @@ def parted(
     if "" in parts:
         raise ValueError(
             f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no split; "
-            "name it train.…, or put it into a folder train/, or move the others away"
+            "name the training data train.…, or put it into a folder train/, or move the others "
+            "away"
         )
     if "train" not in parts:
         raise ValueError(
-            f"{where!r} has files of {there}, but no training data; name it train.…, or put it "
-            "into a folder train/, or move the others away"
+            f"{where!r} has files of {there}, but no training data; name the training data "
+            "train.…, or put it into a folder train/, or move the others away"
         )
     return parts
 
