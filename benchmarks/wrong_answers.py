@@ -21,17 +21,17 @@ def main(run: Path) -> None:
     task = SFT(layers=3, width=96, length=128)
     model = task.model().eval()
     model.load_state_dict(load_file(run / "final" / "model.safetensors"), strict=False)
-    assert task._chat is not None
+    assert task.rows.chat is not None
     wrong = {}
     for question, right in right_answers():
-        tokens = task._chat.prompt([{"role": "user", "content": question}])
+        tokens = task.rows.chat.prompt([{"role": "user", "content": question}])
         with torch.no_grad():
             made = model.generate(
                 torch.tensor([tokens]),
                 max_new_tokens=12,
                 do_sample=False,
                 pad_token_id=0,
-                eos_token_id=task._ends,
+                eos_token_id=task.ends,
             )
         answer = task._answer(made[0, len(tokens) :].tolist()).strip()
         if answer and answer != right:
