@@ -273,11 +273,11 @@ BAD = {
     ),
     "nothing to train": Bad(
         rows(*[{"messages": [USER]}] * 3),
-        ("train: none of 3 texts has a token to train on: no assistant message",),
+        ("train: no token to train on in any of 3 texts within 64 tokens: no assistant message",),
     ),
     "answers behind the end": Bad(
         rows(*[{"messages": turns("q" * 200, "yo")}] * 3),
-        ("none of 3 texts has a token to train on within 64 tokens",),
+        ("no token to train on in any of 3 texts within 64 tokens",),
     ),
     "a model that is none": Bad(
         rows(*CHATS, model="llama"), ("task.model 'llama' is not a folder saved by transformers",)

@@ -127,7 +127,11 @@ class SFT(WritesTexts, LanguageModel):
         encode = partial(_prompt, flags=self.flags, length=self.shape.length)
         texts, content = self.rows.tokens(data, [*ANSWERS, ("prompt",), *self.more_kinds], encode)
         return Samples(
-            texts.values, *ranges(texts), content=content, notes=texts.notes, texts=texts.texts
+            texts.values,
+            *ranges(texts),
+            content=content,
+            notes=texts.notes,
+            texts=texts.texts,
         )
 
     def collate(self, samples: list[Sample]) -> dict[str, Any]:

@@ -267,8 +267,12 @@ class TextReader:
         leave_masks_unread(model)
         return model
 
+    def inputs(self, batch: dict[str, Tensor], side: str = "") -> dict[str, Tensor]:
+        """Return the inputs of the model; ``side`` begins their names in the batch."""
+        return {key: batch[side + key] for key in _INPUTS if side + key in batch}
+
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = {key: batch[key] for key in _INPUTS if key in batch}
+        inputs = self.inputs(batch)
         output = model(**inputs, **self.options)
         logits: Tensor = getattr(output, "logits", output)
         return logits

@@ -239,7 +239,7 @@ class TextPairs(TextRows):
 
     def _embedded(self, model: nn.Module, batch: dict[str, Tensor], side: str) -> Tensor:
         """Return the embeddings of the texts of a side of the batch, shape (texts, width)."""
-        inputs = {key.removeprefix(side): batch[key] for key in batch if key.startswith(side)}
+        inputs = self.reader.inputs(batch, side)
         hidden: Tensor = model(**inputs, **self.reader.options).last_hidden_state
         mask = inputs["attention_mask"]
         if self.pooling == "cls":

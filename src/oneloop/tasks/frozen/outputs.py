@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128_digest
 
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import replacing
@@ -136,4 +135,6 @@ def _name(number: int) -> str:
 
 def _sealed(content: bytes, number: int, folder: Path) -> bytes:
     """Return the content of a range with its checksum; that of another range or folder differs."""
+    from xxhash import xxh3_128_digest
+
     return content + xxh3_128_digest(f"{folder.name} {number} ".encode() + content)

@@ -226,7 +226,10 @@ def _compute(
                 for document, values in zip(documents, computed, strict=True):
                     here = outputs.positions(document, number)
                     records[here] = values
-                    if any(np.isnan(records[key][here]).any() for key in records.dtype.names or ()):
+                    is_nan = [
+                        np.isnan(records[key][here]).any() for key in outputs.record.names or ()
+                    ]
+                    if any(is_nan):
                         raise ValueError(
                             f"{frozen.role} computes NaN for document {document} of {name}; check "
                             "its weights and precision"

@@ -88,7 +88,12 @@ class Bucketed(Ordered):
     """
 
     def __init__(
-        self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int, batch: int, window: int = 50
+        self,
+        lengths: Sequence[int] | NDArray[np.int64],
+        *,
+        seed: int,
+        batch: int,
+        window: int = 50,
     ) -> None:
         self.lengths = np.asarray(lengths)
         self.size = len(self.lengths)

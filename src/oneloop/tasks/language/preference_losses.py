@@ -13,7 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def dpo(apart: Tensor, *, beta: float, smoothing: float = 0.0) -> Tensor:
+def dpo(
+    apart: Tensor,
+    *,
+    beta: float,
+    smoothing: float = 0.0,
+) -> Tensor:
     """Return the loss of direct preference optimization (Rafailov et al. 2023, equation 7).
 
     ``-(1 - e) log s(beta apart) - e log s(-beta apart)``, where s is the logistic function. With a
@@ -52,7 +57,13 @@ def ipo(apart: Tensor, *, beta: float) -> Tensor:
     return (apart - target) ** 2
 
 
-def simpo(apart: Tensor, *, beta: float, margin: float, smoothing: float = 0.0) -> Tensor:
+def simpo(
+    apart: Tensor,
+    *,
+    beta: float,
+    margin: float,
+    smoothing: float = 0.0,
+) -> Tensor:
     """Return the loss of SimPO (Meng et al. 2024, equation 6), which needs no reference.
 
     ``-log s(beta apart - margin)``, where apart is chosen minus rejected, with means over the

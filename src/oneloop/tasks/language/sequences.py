@@ -248,7 +248,7 @@ def cut_texts(
     keep = np.flatnonzero(targets)
     if not len(keep):
         raise ValueError(
-            f"none of {len(ends):,} texts has a token to train on within {most:,} tokens: no "
+            f"no token to train on in any of {len(ends):,} texts within {most:,} tokens: no "
             "assistant message, no completion, or one that begins later; raise the length"
         )
     dropped = len(targets) - len(keep)

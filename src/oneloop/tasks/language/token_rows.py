@@ -89,11 +89,10 @@ def open_sources(
         source.optional = tuple(optional)
         # A source of a mixture may name its columns itself.
         names = {key: name for key, name in source.columns.items() if name != choices[0][key]}
-        choices_of_source = [
-            {key: name and names.get(key, name) for key, name in columns.items()}
-            for columns in choices
-        ]
-        sources.append(first_columns(source, choices_of_source, open_))
+        named = []
+        for columns in choices:
+            named.append({key: name and names.get(key, name) for key, name in columns.items()})
+        sources.append(first_columns(source, named, open_))
     return sources
 
 

@@ -144,13 +144,14 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Ragged:
         limit: largest number of pixels of an image.
         what: label of the progress bar.
     """
+    processes = os.cpu_count() or 1
     made = ragged(
         rows,
         partial(_check, column, limit),
         made_by=["images", _VERSION, column, limit],
         what=f"checking {what}",
         skip=True,
-        chunk=max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1)))),
+        chunk=max(1, min(500, len(rows) // (4 * processes))),
         empty=True,
     )
     bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
