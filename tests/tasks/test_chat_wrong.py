@@ -385,8 +385,9 @@ def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
     (tmp_path / "marked.jinja").write_text(marked)
     given = BAD["a template that changes a turn when more follows"].lay(tmp_path)
     task = SFT(**given, chat_template=str(tmp_path / "marked.jinja"), pack="padded")
-    tokens = task.train_set()[0].documents[0].tolist()
-    assert task.decode([token for token in tokens if token >= 0]) == "yo<|im_end|>so<|im_end|>"
+    (document,) = task.train_set()[0].documents
+    answers = [token for token in document.tolist() if token >= 0]
+    assert task.decode(answers) == "yo<|im_end|>so<|im_end|>"
 
 
 MORE = {

@@ -344,7 +344,7 @@ def test_the_first_bad_object_does_not_hide_that_the_rows_are_conversations(tmp_
 def test_a_text_of_json_is_trained_as_it_is(tmp_path):
     rows = [{"prompt": f"{n}", "completion": json.dumps({"a": n})} for n in range(20)]
     task = SFT(data=str(written(tmp_path, rows)), width=8, layers=1, heads=1, pack="padded")
-    tokens = task.train_set()[0].documents[0]
+    (tokens,) = task.train_set()[0].documents
     text = task.decode(np.where(tokens < 0, ~tokens, tokens).tolist())
     assert '{"a": ' in text and not task.rows.chat
 

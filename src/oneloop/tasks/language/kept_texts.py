@@ -4,6 +4,7 @@ A tokenizer may drop or replace characters.
 """
 
 from collections.abc import Iterable
+from itertools import dropwhile, takewhile
 from reprlib import repr as brief
 from typing import Any
 
@@ -32,10 +33,5 @@ def keep_text(tokens: Iterable[int], text: str, tokenizer: Any) -> None:
 
 def first_answer(tokens: Iterable[int]) -> list[int]:
     """Return the first tokens that are not negative."""
-    answer = list[int]()
-    for token in tokens:
-        if token >= 0:
-            answer.append(token)
-        elif answer:
-            break
-    return answer
+    begun = dropwhile((0).__gt__, tokens)
+    return [*takewhile((0).__le__, begun)]

@@ -40,7 +40,6 @@ Unreadable = Literal["stop", "skip"]
 """what to do with a row that cannot be read"""
 SplitBy = Literal["rows", "groups"]
 """what is drawn for missing splits: rows, or whole row groups of Parquet files"""
-_FEW = 3  # fewer text files cannot be divided into training, validation and test
 
 
 @dataclass
@@ -197,7 +196,8 @@ def opened(
             source.parts = divided_by_groups(splits, held_out, source.unusable)
             return source
         training = splits["train" if "train" in splits else ""]
-        if isinstance(training, TextFiles) and len(training) < _FEW:
+        # Fewer than three files cannot be three splits.
+        if isinstance(training, TextFiles) and len(training) < 3:
             source.parts = cut_ends(training, held_out, splits.get("test"))
             source.notes.append(
                 f"{source.where}: the end of each file is held out, because {len(training)} cannot "
@@ -235,7 +235,7 @@ def first_columns(
         try:
             return open_(source)
         except ValueError as error:
-            if not isinstance(error.__cause__, NoColumn):
+            if len(choices) == 1 or not isinstance(error.__cause__, NoColumn):
                 raise
             missing.add(error.__cause__.column)
             available = str(error.__cause__).partition("; ")[2]
