@@ -54,9 +54,15 @@ def auto_model(
     logger.addFilter(_is_no_load_report)
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
+
+    # The configuration of a classifier names its outputs.
+    labels: dict[str, Any] = {}
+    if classes is not None:
+        labels["id2label"] = dict(enumerate(classes))
+        labels["label2id"] = {label: number for number, label in enumerate(classes)}
     try:
         config = transformers.AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, **_labels(classes)
+            path, revision=revision, trust_remote_code=trust_remote_code, **labels
         )
         if not pretrained:
             model = auto_class.from_config(
@@ -96,14 +102,6 @@ def _is_no_load_report(record: logging.LogRecord) -> bool:
     """
     message = record.getMessage()
     return "LOAD REPORT" not in message or "CONVERSION" in message
-
-
-def _labels(classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return the options of a configuration that name the outputs; {} for a language model."""
-    if classes is None:
-        return {}
-    numbers = {label: number for number, label in enumerate(classes)}
-    return {"id2label": dict(enumerate(classes)), "label2id": numbers}
 
 
 def commit_of(name: str) -> str | None:

@@ -190,13 +190,16 @@ def _in_chunks(
     if bias is not None and needs[2]:
         bias_slopes = torch.zeros_like(bias, dtype=exact)
 
-    # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
+    # Cast the layer once for all chunks. Below, every cast is explicit, and autocast is off.
     layer_weight = weight.detach().to(dtype)
     layer_bias = None if bias is None else bias.detach().to(dtype)
 
     # Compute the loss of one chunk of tokens after the other.
     done: list[Tensor] = []  # results of the chunk before
-    with without_autocast(hidden):
+    autocast_off: AbstractContextManager[object] = nullcontext()
+    if _is_autocast(hidden):
+        autocast_off = torch.autocast(device.type, enabled=False)
+    with autocast_off:
         # torch.compile guards on this count, not on the tokens.
         for number in range(-(-len(hidden) // size)):
             part = slice(number * size, (number + 1) * size)
@@ -225,7 +228,11 @@ def _in_chunks(
                 hidden_slopes[part] = product
                 done.append(product)
             if weight_slopes is not None:
-                add_product(weight_slopes, slopes, states)
+                if slopes.dtype == exact:
+                    weight_slopes.addmm_(slopes.T, states)
+                else:
+                    # The product is in half precision, the sum over the chunks in float32.
+                    weight_slopes += slopes.T @ states
                 done.append(weight_slopes)
             if bias_slopes is not None:
                 bias_slopes += slopes.sum(0, dtype=exact)
@@ -266,13 +273,6 @@ def after(states: Tensor, done: list[Tensor]) -> Tensor:
 @after.register_fake
 def _(states: Tensor, done: list[Tensor]) -> Tensor:
     return torch.empty_like(states)
-
-
-def without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
-    """Turn autocast off in this context, if it is on."""
-    if not _is_autocast(hidden):
-        return nullcontext()
-    return torch.autocast(hidden.device.type, enabled=False)
 
 
 def _is_autocast(hidden: Tensor) -> bool:
@@ -323,15 +323,6 @@ def losses_of_a_chunk(
     else:
         each, found = losses(logits)
     return each, found if largest else None, slope
-
-
-def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
-    """Add the gradient of the output layer's weight, in place."""
-    if total.dtype == slopes.dtype:
-        total.addmm_(slopes.T, states)
-    else:
-        # The product is in half precision, the sum over the chunks in float32.
-        total += slopes.T @ states
 
 
 def without_logits(model: nn.Module) -> None:
