@@ -180,10 +180,9 @@ WRONG = [
     ("gpt", [], "the task CausalLM has no generated_metrics, update_generated"),
     ("sft", ["--eval.generate", "some"], "eval.generate"),
     ("sft", ["--eval.generate", "-2"], "eval.generate"),
-    ("sft", ["--task.text_metrics", "[bleu, bleu]"], "'bleu' is there twice"),
     ("sft", ["--task.text_metrics", "[]"], "task.text_metrics is empty"),
-    ("sft", ["--task.length", "24"], "samples are cut at 24 tokens; raise task.length"),
-    ("numbers", ["--task.target_length", "4"], "targets are cut at 4 tokens; raise task.target"),
+    ("sft", ["--task.length", "24"], "samples are cut; raise task.length"),
+    ("numbers", ["--task.target_length", "4"], "samples are cut; raise task.length (seq2seq: task.target_length)"),
 ]
 
 
