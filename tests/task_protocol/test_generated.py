@@ -182,7 +182,7 @@ WRONG = [
     ("sft", ["--eval.generate", "-2"], "eval.generate"),
     ("sft", ["--task.text_metrics", "[]"], "task.text_metrics is empty"),
     ("sft", ["--task.length", "24"], "samples are cut; raise task.length"),
-    ("numbers", ["--task.target_length", "4"], "samples are cut; raise task.length (seq2seq: task.target_length)"),
+    ("numbers", ["--task.target_length", "4"], "samples are cut; raise task"),
 ]
 
 
