@@ -166,7 +166,7 @@ def test_compressed_files_are_the_same_rows(tmp_path, monkeypatch, ending, kind)
         task = TextClassification(str(file.parent), **SMALL)
         data = task.train_set()
         return [
-            (data[n][0].tolist(), data[n][1], data.where(n).rpartition(", ")[2])
+            (list(data[n][0]["input_ids"]), data[n][1], data.where(n).rpartition(", ")[2])
             for n in range(len(data))
         ]
 

@@ -621,7 +621,8 @@ def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
     for pack in ("concat", "padded"):
         task = CausalLM(str(tmp_path / "rows"), block=16, pack=pack)
         tokens = {
-            name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()
+            name: [part[i].documents[0].tolist() for i in range(len(part))]
+            for name, part in task._sets.items()
         }
         texts = opened_texts(tmp_path / "rows")
         for name, expected in texts.items():

@@ -19,7 +19,7 @@ from oneloop.basics.tensors import Planned
 from oneloop.cli import main
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.chunked_loss import chunked_cross_entropy
-from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.language_model import LanguageModel, ModelSettings
 from oneloop.tools.plan.ledger import _hidden
 from planning import GPT, LAYOUTS, SFT, few_chats, one_step
 from worlds import run
@@ -252,7 +252,7 @@ class Words(LanguageModel):
 
 
 def test_fused_loss_auto_stays_off_in_fp16(monkeypatch, on):
-    task = Words(packed=False)
+    task = Words(ModelSettings(), packed=False)
     task._can_fuse = True
     tokens = torch.zeros(2, 1024, dtype=torch.int64)
     on(AMPERE)
