@@ -130,7 +130,8 @@ def test_a_model_continues_from_half_of_the_text():
     task = CausalLM(
         data=str(ROOT / "src/oneloop/checkpoint"), layers=1, width=16, heads=2, block=32
     )
-    samples = [task.eval_sets()["validation"][0], task.eval_sets()["validation"][1][:9]]
+    first, second = (task.eval_sets()["validation"][number] for number in range(2))
+    samples = [first, second._replace(documents=[second.documents[0][:9]])]
     batch = task.collate(samples)
 
     class Next(torch.nn.Module):
@@ -148,13 +149,16 @@ def test_a_model_continues_from_half_of_the_text():
             sample,
             {"loss": torch.ones(32), **{name: value[row] for name, value in outputs.items()}},
         )
-        assert shown["prompt"] == bytes(sample[: length // 2].tolist()).decode()
+        assert shown["prompt"] == bytes(sample.documents[0][: length // 2].tolist()).decode()
         last = ord(shown["prompt"][-1])
         written = [(last + 1 + n) % 257 for n in range(16)]
         assert shown["continuation"] == bytes(token for token in written if token < 256).decode(
             errors="replace"
         )
-        assert "".join(text for text, _ in shown["tokens"]) == bytes(sample.tolist()).decode()
+        assert (
+            "".join(text for text, _ in shown["tokens"])
+            == bytes(sample.documents[0].tolist()).decode()
+        )
 
 
 @pytest.mark.parametrize(
