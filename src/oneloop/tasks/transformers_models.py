@@ -55,15 +55,14 @@ def auto_model(
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
 
-    # The configuration of a classifier names its outputs.
-    labels: dict[str, Any] = {}
-    if classes is not None:
-        labels["id2label"] = dict(enumerate(classes))
-        labels["label2id"] = {label: number for number, label in enumerate(classes)}
     try:
         config = transformers.AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code, **labels
+            path, revision=revision, trust_remote_code=trust_remote_code
         )
+        # The configuration of a classifier names its outputs.
+        if classes is not None:
+            config.id2label = dict(enumerate(classes))
+            config.label2id = {label: number for number, label in enumerate(classes)}
         if not pretrained:
             model = auto_class.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=torch.float32
