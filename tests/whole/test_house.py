@@ -260,6 +260,21 @@ def test_no_two_public_classes_have_one_name():
     assert not {name: places for name, places in where.items() if len(places) > 1}
 
 
+def test_inheritance_is_at_most_four_deep():
+    bases: dict[str, list[str]] = {}
+    for file in files(PACKAGE):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).partition("[")[0] for base in node.bases]
+                bases[node.name] = [name.rpartition(".")[2] for name in names]
+
+    def depth(name: str) -> int:
+        ours = [base for base in bases[name] if base in bases and base != name]
+        return 1 + max(map(depth, ours), default=0)
+
+    assert not {name: depth(name) for name in bases if depth(name) > MOST_DEEP}
+
+
 def length(node: ast.stmt) -> int:
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
@@ -274,6 +289,7 @@ def test_no_code_is_hidden_from_the_formatter():
 TOKENS = {"core": 100_100, "tasks": 88_500, "tools": 48_000, "src": 235_500}
 """tokens of code that each house, and all of them together, may have; they fall with time"""
 PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps
+MOST_DEEP = 4  # classes of oneloop in a line of inheritance
 TOKENS_PER_LINE = 9.0  # of code in src/, with brackets and commas
 TOKENS_PER_LINE_OF_A_FILE = 11.0
 COMMENTS = 0.02  # share of lines that are a comment

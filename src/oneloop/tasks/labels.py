@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.class_counts import ClassCounts
 from oneloop.tasks.columns import (
     checked_rows,
@@ -270,7 +269,7 @@ def weights_of(
     return torch.tensor([sum(found) / (len(found) * count) for count in found])
 
 
-class OneClass(Task):
+class OneClass:
     """Base class of the tasks that predict one class of each sample."""
 
     classes: Sequence[str]

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import hub, table_of, with_texts
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.image_rows import LABEL, class_folders
@@ -401,7 +400,7 @@ def sets_of(
     return combined(sources, each)
 
 
-class SplitSets(Task):
+class SplitSets:
     """Base class of the tasks that hold their data sets by split."""
 
     _sets: dict[str, Any]
