@@ -111,13 +111,13 @@ def test_evaluation_images_are_those_of_timm_and_transformers(tmp_path, mode, cr
     import timm
     from transformers import AutoImageProcessor
 
-    about = described("timm:resnet18", ["a"], (3, 32, 32), MEAN, STD, Resizing(32, mode, crop))
+    about = described("timm:resnet18", ["a"], MEAN, STD, Resizing(32, mode, crop))
     config = timm.data.resolve_data_config(about["config.json"]["pretrained_cfg"])
     by_timm = timm.data.create_transform(**config)
 
     # Processors of transformers round the position of the middle down.
     resizing = Resizing(32, mode, crop, rounds_down=True)
-    about = described("hf:some/vit", ["a"], (3, 32, 32), MEAN, STD, resizing)
+    about = described("hf:some/vit", ["a"], MEAN, STD, resizing)
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps(about[file.name]))
     by_transformers = AutoImageProcessor.from_pretrained(tmp_path)

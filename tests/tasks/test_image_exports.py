@@ -138,6 +138,7 @@ def test_an_export_replaces_no_file_of_the_user(tmp_path):
 
 def test_files_of_transformers_and_of_the_packaged_cnn(tmp_path):
     from oneloop.tasks.image_models import described
+    from oneloop.tasks.image_settings import Resizing
     from oneloop.tasks.transformers_models import is_transformers
 
     run(
@@ -151,7 +152,7 @@ def test_files_of_transformers_and_of_the_packaged_cnn(tmp_path):
     ]
     assert config["mean"] == [0.5] and config["model"] == "cnn"
     assert not is_transformers(str(tmp_path / "run" / "final"))
-    about = described("hf:some/vit", ["a", "b"], (3, 32, 32), [0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    about = described("hf:some/vit", ["a", "b"], [0.1, 0.2, 0.3], [0.4, 0.5, 0.6], Resizing(32))
     processor = about["preprocessor_config.json"]
     assert Path("preprocessor_config.json").name in about and processor["image_mean"] == [
         0.1,

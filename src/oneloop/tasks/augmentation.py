@@ -1,6 +1,7 @@
 """The image transforms: resize, augmentation, mixup and cutmix; and repeated augmentation."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from oneloop.tasks.image_settings import PLAIN, ImageSettings, Resizing
 from oneloop.tasks.rows.rows import Mapped
 
 
+@dataclass
 class Transform:
     """A transform from a PIL image, or normalized pixels, to the model's input.
 
@@ -28,27 +30,22 @@ class Transform:
         ValueError: ``mean`` and ``std`` do not both have 1 or 3 channels.
     """
 
-    def __init__(
-        self,
-        resizing: Resizing,
-        mean: Sequence[float],
-        std: Sequence[float],
-        keys: ImageSettings = PLAIN,
-    ) -> None:
-        if len(mean) != len(std) or len(mean) not in (1, 3):
+    resizing: Resizing
+    mean: Sequence[float]
+    std: Sequence[float]
+    keys: ImageSettings = PLAIN
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or len(self.mean) not in (1, 3):
             raise ValueError(
-                f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or "
-                "both 1"
+                f"task.mean {list(self.mean)} and task.std {list(self.std)} must both have 3 "
+                "channels, or both 1"
             )
-        self.resizing = resizing
-        self.mean = mean
-        self.std = std
-        self.keys = keys
 
     def __call__(self, image: Any) -> Tensor:
         # Normalized pixels of the right size need no pipeline.
         keys = self.keys
-        is_ready = isinstance(image, Tensor) and self.resizing.size in (None, image.shape[-1])
+        is_ready = isinstance(image, Tensor) and self.resizing.size == image.shape[-1]
         if keys.needs_bytes or self.resizing.center or not is_ready:
             image = self._pipeline(self._as_bytes(image))
 
@@ -86,14 +83,14 @@ class Transform:
         size = self.resizing.size
         mode = InterpolationMode(self.resizing.interpolation)
         keys = self.keys
-        if size is not None and keys.crop:
+        if keys.crop:
             area = (keys.crop, keys.crop_max)
             steps.append(v2.RandomResizedCrop((size, size), area, keys.ratio, interpolation=mode))
-        elif size is not None and self.resizing.center:
-            steps.append(v2.Resize(self.resizing.shorter_side(size), mode))
+        elif self.resizing.center:
+            steps.append(v2.Resize(self.resizing.shorter_side, mode))
             is_down = self.resizing.rounds_down
             steps.append(partial(_middle, size) if is_down else v2.CenterCrop(size))
-        elif size is not None:
+        else:
             steps.append(v2.Resize((size, size), mode))
         if len(self.mean) == 1:
             steps.append(v2.Grayscale())
@@ -246,6 +243,7 @@ class Repeated(Mapped):
         return RepeatedOrder(images, self.copies, batch=batch)
 
 
+@dataclass
 class RepeatedOrder(Ordered):
     """An order in which each sample of a step occurs several times in it.
 
@@ -262,10 +260,9 @@ class RepeatedOrder(Ordered):
         batch: samples of a step, copies included; a multiple of ``copies``.
     """
 
-    def __init__(self, samples: Ordered, copies: int, *, batch: int) -> None:
-        self.samples = samples
-        self.copies = copies
-        self.batch = batch
+    samples: Ordered
+    copies: int
+    batch: int
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from oneloop.tasks.labels import (
     OneClass,
     are_shares,
     classes_of,
-    counted,
     counts_of,
     numbers_of,
     shares_of,
@@ -76,26 +75,24 @@ class ImageClassification(OneClass, SplitSets):
         self.architecture = model
         self.columns = {"image": keys.image, "label": keys.label}
         self.skipped_rows = list[str]()
-        self._class_counts = cast(Callable[[], list[int]], list)
+        self._class_counts = list[int]()
 
-        # Read the data. The side of packaged images stays, unless two sizes are needed.
-        side: int | None
+        # Read the data. Packaged images keep their size.
         if isinstance(data, str) and data in PACKAGED:
             keys.check_effect()
             sets, self.classes = packaged(data, keys.root, keys.download)
             labels = torch.tensor(sets["train"].labels)
-            self._class_counts = partial(counted, labels, len(self.classes))
+            self._class_counts = labels.bincount(minlength=len(self.classes)).tolist()
             self.shape = tuple(sets["train"].images.shape[1:])
             half = [0.5] * self.shape[0]
             self._pixels = Statistics(mean=half, std=half)
-            side = self.shape[1] if keys.crop or keys.test_size or keys.test_crop else None
         else:
             self._pixels = statistics(model, keys.mean, keys.std)
-            side = keys.image_size
-            self.shape = (3, side, side)
+            self.shape = (3, keys.image_size, keys.image_size)
             sets = self._open(data)
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
+        side = self.shape[1]
         interpolation = keys.test_interpolation or keys.interpolation
         rounds_down = is_transformers(model)
         self._tested = Resizing(keys.test_size or side, interpolation, keys.test_crop, rounds_down)
@@ -104,7 +101,10 @@ class ImageClassification(OneClass, SplitSets):
             evaluated = self._evaluated.sample
             self._sets = {name: Mapped(part, evaluated) for name, part in sets.items()}
             trained = Transform(Resizing(side, keys.interpolation), *self._pixels, keys)
-            self._sets["train"] = self._training_images(Mapped(sets["train"], trained.sample))
+            images: Mapped = Mapped(sets["train"], trained.sample)
+            if keys.mixup or keys.cutmix:
+                images = Blended(images, len(self.classes), mixup=keys.mixup, cutmix=keys.cutmix)
+            self._sets["train"] = Repeated(images, keys.repeats) if keys.repeats > 1 else images
         self.notes = list(self._data_notes)
 
         # Set what the loss and the metrics need, and what a run records.
@@ -119,13 +119,6 @@ class ImageClassification(OneClass, SplitSets):
             raise ValueError(
                 f"task.top_k {keys.top_k} must be below the number of classes, {len(self.classes)}"
             )
-
-    def _training_images(self, images: Any) -> Any:
-        """Return the training images, mixed and repeated."""
-        keys = self.keys
-        if keys.mixup or keys.cutmix:
-            images = Blended(images, len(self.classes), mixup=keys.mixup, cutmix=keys.cutmix)
-        return Repeated(images, keys.repeats) if keys.repeats > 1 else images
 
     def _open(self, data: str | list[dict[str, Any]]) -> dict[str, Any]:
         """Return the user's data sets by split: images with class numbers or class probabilities.
@@ -160,7 +153,8 @@ class ImageClassification(OneClass, SplitSets):
             numbers = {source.name: torch.tensor for source in sources}
         else:
             self.classes, numbers = classes_of(sources, "label")
-            self._class_counts = partial(counts_of, sources, numbers, len(self.classes))
+            if keys.class_weights == "balanced":
+                self._class_counts = counts_of(sources, numbers, len(self.classes))
         self._data_notes = notes_of(sources)
         self.skipped_rows = skipped_rows(sources)
         return sets_of(
@@ -248,9 +242,7 @@ class ImageClassification(OneClass, SplitSets):
         """
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
-        side = self._tested.size or self.shape[1]
-        size = (self.shape[0], side, side)
-        files = described(self.architecture, self.classes, size, *self._pixels, self._tested)
+        files = described(self.architecture, self.classes, *self._pixels, self._tested)
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=1))
 

@@ -128,10 +128,9 @@ def statistics(
 def described(
     name: str,
     classes: Sequence[str],
-    size: Sequence[int],
     mean: Sequence[float],
     std: Sequence[float],
-    resizing: Resizing | None = None,
+    resizing: Resizing,
 ) -> dict[str, dict[str, Any]]:
     """Return the files that describe a saved model.
 
@@ -140,16 +139,16 @@ def described(
     Args:
         name: name of the model.
         classes: class names by index.
-        size: channels, height and width of the input, in pixels.
         mean: mean of the pixels (0 to 1) by channel.
         std: standard deviation of the pixels, likewise.
-        resizing: how an image is resized; None: the whole image, bilinear.
+        resizing: how an image is resized.
 
     Returns:
         JSON values by file name.
     """
-    resizing = resizing or Resizing()
     center = resizing.center
+    side = resizing.size
+    square = {"height": side, "width": side}
 
     # transformers: an image processor, next to the model's own configuration.
     if is_transformers(name):
@@ -160,21 +159,21 @@ def described(
             "do_normalize": True,
             "do_convert_rgb": True,
             "resample": _PILLOW[resizing.interpolation],
-            "size": {"height": size[1], "width": size[2]},
+            "size": square,
             "rescale_factor": 1 / 255,
             "image_mean": list(mean),
             "image_std": list(std),
         }
         if center:
             processor["image_processor_type"] = "CLIPImageProcessor"
-            processor["size"] = {"shortest_edge": resizing.shorter_side(size[1])}
+            processor["size"] = {"shortest_edge": resizing.shorter_side}
             processor["do_center_crop"] = True
-            processor["crop_size"] = {"height": size[1], "width": size[2]}
+            processor["crop_size"] = square
         return {"preprocessor_config.json": processor}
 
     # Others: one configuration.
     pixels = {
-        "input_size": list(size),
+        "input_size": [len(mean), side, side],
         "mean": list(mean),
         "std": list(std),
         "interpolation": resizing.interpolation,

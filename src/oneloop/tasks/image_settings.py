@@ -18,7 +18,7 @@ class Resizing:
     """How an image is resized to a square.
 
     Args:
-        size: pixels a side; None: the image stays.
+        size: pixels a side.
         interpolation: how its pixels are interpolated.
         center: resize the shorter side to ``size / center`` pixels, and crop the middle, as timm
             does with its ``crop_pct``; 0: resize both sides to ``size``.
@@ -26,18 +26,15 @@ class Resizing:
             timm round half a pixel to an even number.
     """
 
-    size: int | None = None
+    size: int
     interpolation: Interpolation = "bilinear"
     center: float = 0.0
     rounds_down: bool = False
 
-    def shorter_side(self, size: int) -> int:
-        """Return the shorter side of the resized image, of which the middle is cropped, in pixels.
-
-        Args:
-            size: side of the crop, in pixels.
-        """
-        return math.floor(size / self.center)
+    @property
+    def shorter_side(self) -> int:
+        """The shorter side of the resized image, of which the middle is cropped, in pixels."""
+        return math.floor(self.size / self.center)
 
 
 @dataclass(frozen=True)
@@ -166,15 +163,12 @@ class ImageSettings:
                 f"task.randaugment {self.randaugment} and task.trivialaugment true exclude each "
                 "other; remove one of them"
             )
-        if len(self.jitter) != 4 or not all(0 <= strength < math.inf for strength in self.jitter):
+        jitter = self.jitter
+        if len(jitter) != 4 or not 0 <= min(jitter) <= max(jitter) < math.inf or jitter[3] > 0.5:
             raise ValueError(
                 f"task.color_jitter {self.color_jitter} must be one number from 0, or [brightness, "
-                "contrast, saturation] or [brightness, contrast, saturation, hue]"
-            )
-        if self.jitter[3] > 0.5:
-            raise ValueError(
-                f"task.color_jitter {self.color_jitter}: the strength of hue must be between 0 and "
-                "0.5"
+                "contrast, saturation] or [brightness, contrast, saturation, hue]; the strength of "
+                "hue must be between 0 and 0.5"
             )
         if self.repeats < 1:
             raise ValueError(f"task.repeats {self.repeats} must be 1 or more; 3 is common")

@@ -3,7 +3,6 @@
 import math
 import re
 import reprlib
-import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from oneloop.tasks.columns import (
     columns_of,
     element_type,
     is_text,
+    values_of,
     wrong_type,
 )
 from oneloop.tasks.rows.image_rows import composed
@@ -52,17 +52,13 @@ def classes_of(
 
     # Collect the labels of each split.
     for source, split, rows, column in columns_of(sources, key):
-        kind = element_type(rows.types[column]) if lists else rows.types[column]
-        if split == "test" and not lists and _unlabelled(rows, column, kind):
+        if split == "test" and not lists and _unlabelled(rows, column):
             del source.parts["test"]
             source.notes.append(
                 f"{source.where}: no row of the test split has a label, so it is not evaluated"
             )
             continue
-        if not _is_label(kind):
-            wanted = "a list of labels" if lists else "one label"
-            wanted += " for each row (text or a whole number)"
-            raise wrong_type(source, key, rows.types[column], wanted)
+        kind, found = _labels(source, key, rows, column, lists=lists)
 
         # ClassLabel stores numbers, which mean the same only with the same names.
         before = kinds.setdefault(source.name, kind)
@@ -71,7 +67,6 @@ def classes_of(
                 f"{source.where}: {column!r} numbers its classes {kind} in {split}, and {before} "
                 "before; write all files with the same list of classes"
             )
-        found = set(map(partial(_name, kind), checked_values(source, rows, column, "labels")))
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
@@ -177,9 +172,8 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
             continue
         if is_remote(rows):
             reject_large_labels(rows, column)
-        for array in rows.values(column):
-            for entry in array.value_counts().to_pylist():
-                counts[numbers[source.name](entry["values"])] += entry["counts"]
+        for label, count in Counter(values_of(rows, column)).items():
+            counts[numbers[source.name](label)] += count
     return counts
 
 
@@ -198,14 +192,8 @@ def numbers_of(
         ValueError: a label is missing or unknown, or the column has another type.
     """
     for _, _, rows, column in columns_of([source], key):
-        kind = element_type(rows.types[column]) if lists else rows.types[column]
-        if not _is_label(kind):
-            raise wrong_type(
-                source, key, rows.types[column], "one label for each row (text or a whole number)"
-            )
-        values = checked_values(source, rows, column, "labels", known=True)
-        found = {composed(_name(kind, value)) for value in values}
-        unknown = sorted(found - set(map(composed, classes)))
+        kind, found = _labels(source, key, rows, column, lists=lists, known=True)
+        unknown = sorted(set(map(composed, found)) - set(map(composed, classes)))
         if unknown:
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
@@ -214,35 +202,38 @@ def numbers_of(
     return partial(_number_of, kind, numbers)
 
 
+def _labels(
+    source: Source, key: str, rows: Any, column: str, *, lists: bool, known: bool = False
+) -> tuple[Any, set[str]]:
+    """Return the type of the labels in a column, and their names.
+
+    Raise ValueError if a label is missing or has another type. ``known``: so are the classes.
+    """
+    kind = element_type(rows.types[column]) if lists else rows.types[column]
+    if not _is_label(kind):
+        wanted = "a list of labels" if lists else "one label"
+        wanted += " for each row (text or a whole number)"
+        raise wrong_type(source, key, rows.types[column], wanted)
+    values = checked_values(source, rows, column, "labels", known=known)
+    return kind, {_name(kind, value) for value in values}
+
+
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
     name = _name(kind, value)
     try:
-        return number[unicodedata.normalize("NFC", name)]
+        return number[composed(name)]
     except KeyError:
         raise ValueError(f"the label {name!r} was never trained on; remove the row") from None
 
 
-def counted(labels: Tensor, classes: int) -> list[int]:
-    """Return the number of samples of each class.
-
-    Args:
-        labels: index of the class of each sample.
-        classes: number of classes.
-    """
-    counts: list[int] = labels.bincount(minlength=classes).tolist()
-    return counts
-
-
-def weights_of(
-    setting: str | list[float], classes: Sequence[str], counts: Callable[[], Sequence[int]]
-) -> Tensor:
+def weights_of(setting: str | list[float], classes: Sequence[str], counts: Sequence[int]) -> Tensor:
     """Return the weight of each class, shape (classes,).
 
     Args:
         setting: a weight for each class; or ``balanced``: the weights of all samples of a class add
             up to the same number.
         classes: names of the classes.
-        counts: returns the samples of each class.
+        counts: samples of each class; empty if a sample has no class.
 
     Raises:
         ValueError: the weights are not one number above 0 for each class, or a class has no sample.
@@ -260,13 +251,12 @@ def weights_of(
         return torch.tensor(setting)
 
     # Balanced ones.
-    found = counts()
-    if not found or not all(found):
+    if not counts or not all(counts):
         raise ValueError(
             "task.class_weights balanced needs one label for each sample, and a sample of each "
             "class"
         )
-    return torch.tensor([sum(found) / (len(found) * count) for count in found])
+    return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
 
 
 class OneClass:
@@ -325,8 +315,9 @@ def _name(kind: Any, value: Any) -> str:
     return str(kind.names[value]) if hasattr(kind, "names") else str(value)
 
 
-def _unlabelled(rows: Any, column: str, kind: Any) -> bool:
+def _unlabelled(rows: Any, column: str) -> bool:
     """Whether no row has a label (null, empty, or -1 in a ``ClassLabel`` column)."""
+    kind = rows.types[column]
     if getattr(kind, "dtype", "") == "null":
         return True
     if not _is_label(kind):

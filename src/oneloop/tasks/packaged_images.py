@@ -4,6 +4,7 @@ The digits are the test part of "Optical Recognition of Handwritten Digits" by E
 Kaynak, from the UCI Machine Learning Repository, under the license CC BY 4.0.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,30 +21,23 @@ TORCHVISION = {
 }
 PACKAGED = ("digits", *TORCHVISION)
 """names of the packaged data sets"""
-_OWN_IMAGES = f"data!={'|'.join(PACKAGED)}"
-_DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
 NEEDS = {
-    "image_size": _OWN_IMAGES,
-    "held_out": _OWN_IMAGES,
-    "split_by": _OWN_IMAGES,
-    "stream": _OWN_IMAGES,
-    "crop_max": "crop!=0",
-    "crop_ratio": "crop!=0",
-    "mean": _OWN_IMAGES,
-    "std": _OWN_IMAGES,
-    "width": "model=cnn",
-    "dropout": "model=cnn",
+    **dict.fromkeys(
+        ("image_size", "held_out", "split_by", "stream", "mean", "std"),
+        f"data!={'|'.join(PACKAGED)}",
+    ),
+    **dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}"),
+    **dict.fromkeys(("crop_max", "crop_ratio"), "crop!=0"),
+    **dict.fromkeys(("width", "dropout"), "model=cnn"),
     "trust_remote_code": "model!=cnn",
-    "root": _DOWNLOADED,
-    "download": _DOWNLOADED,
 }
 """``needs`` of image classification; see :class:`oneloop.task_protocol.protocol.Task`"""
 
 
+@dataclass
 class _InMemory:
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels.tolist()
+    images: Tensor
+    labels: list[int]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,7 +60,7 @@ def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> li
         stop = start + share
         parts = [own[round(start * len(own)) : round(stop * len(own))] for own in members]
         chosen = torch.cat(parts)
-        splits.append(_InMemory(images[chosen], labels[chosen]))
+        splits.append(_InMemory(images[chosen], labels[chosen].tolist()))
         start = stop
     return splits
 
@@ -93,7 +87,8 @@ def packaged(data: str, root: str, download: bool) -> tuple[dict[str, Any], list
         # The test split of torchvision stays; validation is a share of the other.
         trained, tested = _torchvision_splits(data, root, download)
         splits = _stratified(*_tensors(trained), (0.9, 0.1))
-        splits.append(_InMemory(*_tensors(tested)))
+        images, labels = _tensors(tested)
+        splits.append(_InMemory(images, labels.tolist()))
         classes = list(trained.classes)
     return dict(zip(SPLITS, splits, strict=True)), classes
 

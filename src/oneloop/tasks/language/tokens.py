@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
-from oneloop.tasks.rows.cache import cached_text, key_of
+from oneloop.tasks.rows.cache import cached_json, key_of
 from oneloop.tasks.text_notes import remark_unknown
 
 # ChatML template with {% generation %} tags
@@ -78,7 +78,8 @@ def learn_bpe(
 
     if cache_key is None:
         return trained()
-    return cached_text(f"bpe/{key_of(cache_key, vocab, special, digits, words)}.json", trained)
+    key = key_of(cache_key, vocab, special, digits, words)
+    return str(cached_json(f"bpe/{key}.text.json", trained))
 
 
 def tokenizer_from(written: str, template: str = "", **roles: Any) -> Any:

@@ -46,28 +46,17 @@ def alone(name: str) -> Iterator[Path]:
         lock.release()
 
 
-def cached_text(name: str, make: Callable[[], str]) -> str:
-    """Return the text in a file of the cache, which ``make`` returns if the file is missing."""
-    with alone(name) as path:
-        if not path.exists():
-            with replacing(path) as draft:
-                draft.write_text(make(), encoding="utf-8")
-        return path.read_text(encoding="utf-8")
-
-
 def cached_json(name: str, make: Callable[[], Any]) -> Any:
     """Return the JSON value in a file of the cache.
 
     If the file is missing or damaged, store what ``make`` returns.
     """
     with alone(name) as path:
-        try:
-            return json.loads(path.read_text())
-        except (OSError, ValueError):
-            pass
-        value = make()
-        with replacing(path) as draft:
-            draft.write_text(json.dumps(value))
+        value = _stored(path)
+        if value is None:
+            value = make()
+            with replacing(path) as draft:
+                draft.write_text(json.dumps(value))
         return value
 
 
@@ -111,7 +100,7 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
     """
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
         # Read only the files that have changed since their checksum was cached.
-        known = _known(cache_file)
+        known = _stored(cache_file) or {}
         fresh = {}
         with Working("reading checksums", total=len(files)) as bar:
             for file in files:
@@ -148,13 +137,12 @@ def described(named: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     return {"files": {"count": len(named), "digest": key_of(named)}}
 
 
-def _known(cache_file: Path) -> dict[str, Any]:
-    """Return the cached checksums; empty if the file is missing or damaged."""
+def _stored(file: Path) -> Any:
+    """Return the JSON value in a file; None if the file is missing or damaged."""
     try:
-        known = json.loads(cache_file.read_text())
+        return json.loads(file.read_text())
     except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
+        return None
 
 
 def checksum_of(file: Path) -> str:
