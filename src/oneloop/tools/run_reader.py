@@ -10,7 +10,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,8 @@ from oneloop.basics.untrusted import MOST_BYTES, opened, parsed_yaml, read_bytes
 from oneloop.show.metrics_file import parsed
 
 LOG = "metrics.jsonl"
-_STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
+_STRETCHES = 1024  # of a long curve, with two or three points each
+_MOST_POINTS = 4 * _STRETCHES  # of a curve
 _MOST_YAML = 1 << 20  # bytes of a YAML file
 _EVENTS = 2000  # newest events kept of a run
 _NUMBERS = (float, int)
@@ -36,49 +36,36 @@ _STEP, _VALUE = itemgetter(0), itemgetter(1)
 class Curve:
     """One metric over the steps, in bounded memory.
 
-    Of many points, each stretch of the run keeps its lowest, its highest and its first non-finite
-    one; the first and last point of the run stay.
+    Of many points, each of many equal stretches of the run keeps its lowest, its highest and its
+    first non-finite one; the first and last point of the run stay.
     """
 
-    # It thins out the points of one metric. A Record has many of them.
-    __slots__ = ("_first", "_pending", "_stretches", "_width")
+    # A Record has many of them.
+    __slots__ = ("points",)
 
     def __init__(self) -> None:
-        self._first: list[Point] = []
-        self._stretches: list[list[Point]] = []
-        self._pending: list[Point] = []
-        self._width = 1  # points per stretch
+        self.points: list[Point] = []
 
     def add(self, step: int, value: float) -> None:
         """Add a point; steps ascend."""
-        self._pending.append((step, value))
-        if len(self._pending) < self._width:
+        points = self.points
+        points.append((step, value))
+        if len(points) < _MOST_POINTS:
             return
-        self._first = self._first or self._pending
-        self._stretches.append(_extremes(self._pending))
-        self._pending = []
 
-        # Join pairs of stretches when there are too many.
-        if len(self._stretches) >= 2 * _STRETCHES:
-            pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
-            self._stretches = [_extremes(one + other) for one, other in pairs]
-            self._width *= 2
-
-    def points(self) -> list[Point]:
-        """Return steps and values."""
-        # The first point may also be an extreme of its stretch.
-        return [*dict.fromkeys(chain(self._first, *self._stretches, self._pending))]
-
-
-def _extremes(points: list[Point]) -> list[Point]:
-    """Return the lowest, the highest and the first non-finite point, in order of steps."""
-    if len(points) < 3:
-        return points
-    finite = [point for point in points if math.isfinite(point[1])]
-    extremes = [point for point in points if not math.isfinite(point[1])][:1]
-    if finite:
-        extremes += [min(finite, key=_VALUE), max(finite, key=_VALUE)]
-    return sorted(set(extremes), key=_STEP)
+        # Thin them out. A damaged log may repeat steps, or go back.
+        last = max(points)[0]
+        stretches = defaultdict[int, list[Point]](list)
+        for point in points[1:-1]:
+            stretches[point[0] * _STRETCHES // (last + 1)].append(point)
+        self.points = points[:1]
+        for stretch in stretches.values():
+            finite = [point for point in stretch if math.isfinite(point[1])]
+            kept = [point for point in stretch if not math.isfinite(point[1])][:1]
+            if finite:
+                kept += [min(finite, key=_VALUE), max(finite, key=_VALUE)]
+            self.points += sorted(set(kept), key=_STEP)
+        self.points.append(points[-1])
 
 
 @dataclass
@@ -145,7 +132,7 @@ class Record:
         points: list[Point] = []
         for name, curve in self.curves.get(metric, {}).items():
             if weights in (None, name):
-                points += curve.points()
+                points += curve.points
         return sorted(points, key=_STEP)
 
     def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
@@ -163,7 +150,7 @@ class Record:
         Returns:
             A number for each step; nothing if no line has this axis.
         """
-        points = self.along[axis].points()
+        points = self.along[axis].points
         if not points:
             return []
         known, values = zip((0, 0.0), *points, strict=True)

@@ -177,7 +177,7 @@ def _curves(runs: Sequence[Record], name: str) -> list[tuple[str, list[Point]]]:
     curves = []
     for weights, curve in runs[0].curves.get(name, {}).items():
         title = name if weights in ("", "raw") else f"{name} ({weights})"
-        curves.append((title, curve.points()))
+        curves.append((title, curve.points))
     return curves
 
 

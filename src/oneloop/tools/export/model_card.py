@@ -168,7 +168,7 @@ def _curves(record: Record) -> Iterator[str]:
                 title = f"{title} ({weights})"
 
             # plotille cannot draw NaN and Inf, nor a single point.
-            points = [point for point in curve.points() if math.isfinite(point[1])]
+            points = [point for point in curve.points if math.isfinite(point[1])]
             if len(points) > 1:
                 steps, values = zip(*points, strict=True)
                 lines = plotted([(steps, values, None)], width=60, height=10)

@@ -61,12 +61,6 @@ class NotCounted:
     less: list[str] = field(default_factory=list)  # so that it may need less
     other: list[str] = field(default_factory=list)  # in every plan, or not about memory
 
-    def doubts(self, enough: bool) -> list[str]:
-        """Return why the true answer may differ from the plan's.
-
-        ``enough``: whether the memory is enough for what the plan counts."""
-        return self.more if enough else self.less
-
 
 @dataclass
 class Plan:

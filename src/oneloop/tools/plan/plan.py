@@ -42,7 +42,7 @@ def run(given: Namespace) -> int:
 
     # What is not counted exactly may change the answer.
     enough = gpu.holds(plan.memory.total)
-    doubts = plan.not_counted.doubts(enough)
+    doubts = plan.not_counted.more if enough else plan.not_counted.less
     plan.fits = None if doubts else enough
     if not enough and not given.no_changes:
         plan.change = fitting_change(given.asked, plan, gpu, word)

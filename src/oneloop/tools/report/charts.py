@@ -6,7 +6,7 @@
 import copy
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
 def axes(runs: Sequence[Record]) -> dict[str, str]:
     """Return the quantities that charts may have on the x axis, and the titles of the axis."""
     found = {"step": "step"}
-    if any(run.along["samples"].points() for run in runs):
+    if any(run.along["samples"].points for run in runs):
         found["samples"] = "samples trained on"
-    if any(run.along["time"].points() for run in runs):
+    if any(run.along["time"].points for run in runs):
         found["time"] = f"time in {_time_unit(runs)[0]}"
     return found
 
@@ -75,9 +75,7 @@ def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     evaluated = [name for name in own if name.startswith("eval/")]
     trained = [name for name in own if name.startswith("train/")]
     others = [name for name in own if not name.startswith((*_TRAINING, *_EVALUATION, "profile/"))]
-    yield from curves.groups(evaluated, lambda name: name.removeprefix("eval/"))
-    yield from curves.groups(trained, lambda name: f"In training: {name.removeprefix('train/')}")
-    yield from curves.groups(others, lambda name: name.replace("/", ": "))
+    yield from curves.groups([*evaluated, *trained, *others])
 
     # The metrics that every run has. A constant learning rate is in the headline.
     for metric, title in _SINGLE.items():
@@ -122,21 +120,16 @@ class _Curves:
                 traces += self._traces(run, metric, colour=number if self._several else None)
         return _chart(title, traces, log=_is_logarithmic(self._runs, metrics[0]))
 
-    def groups(
-        self,
-        names: Sequence[str],
-        title: Callable[[str], str],
-    ) -> Iterator[dict[str, Any]]:
-        """Yield charts of metrics; those that differ only in a class are in one chart per run.
-
-        Args:
-            names: of the metrics.
-            title: makes the title of a chart from the name of the metric.
-        """
+    def groups(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield charts of metrics; those that differ only in a class are in one chart per run."""
         classes = {name for run in self._runs for name in classes_of(run)}
         shares = {name for name in names if self._is_share(name)}
         for measure, members in grouped(names, classes=classes, shares=shares).items():
-            words = title(measure).replace("_", " ")
+            # The title says where the metric comes from, except for the validation set.
+            split, _, name = measure.partition("/")
+            other = measure.replace("/", ": ")
+            words = {"eval": name, "train": f"In training: {name}"}.get(split, other)
+            words = words.replace("_", " ")
             words = words[:1].upper() + words[1:]
             if len(members) == 1:
                 chart = self.chart(words, *members)

@@ -138,8 +138,12 @@ class Examples:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a failure here must not stop the run
-            if method == "generate" and not _recovered(model):
-                raise
+            # FSDP2 can reset its state after a forward that failed, since torch 2.15.
+            if method == "generate" and isinstance(model, FSDPModule):
+                reset: Any = getattr(model, "reset_iter_state", None)
+                if reset is None:
+                    raise
+                reset()
             self.problem = (
                 f"a sample cannot be shown ({type(task).__name__}.{method}: "
                 f"{type(error).__name__}: {error})"
@@ -215,17 +219,3 @@ def matrices(task: object, values: Mapping[str, Tensor]) -> dict[str, Any]:
 def _names_of(names: Sequence[Any], size: int) -> list[str]:
     """Return names as text, or numbers if they are not as many."""
     return [*map(str, names if len(names) == size else range(size))]
-
-
-def _recovered(model: nn.Module) -> bool:
-    """Return whether the model can be used after a forward that failed.
-
-    FSDP2 can reset its state since torch 2.15.
-    """
-    if not isinstance(model, FSDPModule):
-        return True
-    reset: Any = getattr(model, "reset_iter_state", None)
-    if reset is None:
-        return False
-    reset()
-    return True
