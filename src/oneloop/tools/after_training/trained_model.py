@@ -178,11 +178,7 @@ def trained(given: Namespace, recipe: Recipe, processes: Run, *, own_data: bool)
             "a saved EMA"
         )
     chosen = chosen_of(run, given.checkpoint, weights=weights)
-
-    if chosen.name == FINAL:
-        named = "base" in read_manifest(chosen)["about"]
-    else:
-        named = base_model_of(chosen) is not None
+    named = _base_of(chosen) is not None
     bare = _without_training(recipe, keeps_base=named)
 
     # Use the recorded classes, unless --task names another task.
@@ -250,6 +246,13 @@ def _without_training(recipe: Recipe, *, keeps_base: bool) -> Recipe:
     return replace(recipe, init=InitConfig(), machine=machine, task=task)
 
 
+def _base_of(folder: Path) -> Any:
+    """Return the base model that a checkpoint, or ``final/``, refers to; None if there is none."""
+    if folder.name == FINAL:
+        return read_manifest(folder)["about"].get("base")
+    return base_model_of(folder)
+
+
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
     """Raise ValueError if a checkpoint was trained on another base model.
 
@@ -257,10 +260,7 @@ def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
         folder: the checkpoint, or ``final/``.
         origin: the base model of the task, or None.
     """
-    if folder.name == FINAL:
-        there = read_manifest(folder)["about"].get("base")
-    else:
-        there = base_model_of(folder)
+    there = _base_of(folder)
     if (origin is None) != (there is None):
         raise ValueError(
             f"{folder} is of another model: only one of the two has a separate base model"

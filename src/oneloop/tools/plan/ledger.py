@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,28 +43,14 @@ _NAMES = {
 }
 
 
-class Collective(NamedTuple):
-    """One collective operation of this rank."""
+@dataclass(frozen=True, order=True)
+class Calls:
+    """One collective operation of this rank, or equal ones of one step."""
 
     name: str  # all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …
     # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
     size: int
     ranks: int  # size of its process group
-
-    @property
-    def wire(self) -> float:
-        """Bytes that this rank sends in a ring: (n - 1) / n of the size; all-reduce: twice that."""
-        times = 2 if self.name == "all-reduce" else 1
-        return self.size * (self.ranks - 1) / self.ranks * times
-
-
-@dataclass
-class Calls:
-    """Equal collective operations of one step."""
-
-    name: str  # all-gather, reduce-scatter, …
-    size: int  # bytes of the whole tensor
-    ranks: int  # of the process group
     calls: int
     wire: float  # bytes that one process sends in all calls
 
@@ -113,7 +99,7 @@ class Ledger(TorchDispatchMode):
         self.events = 0
         self.peak_event = 0  # number of the event at which the peak was reached
         self.operator = ""  # of the last event
-        self.collectives: list[Collective] = []
+        self.collectives: list[Calls] = []
         self.operations: Counter[str] = Counter()  # floating-point operations by stage
         self.foreign: set[str] = set()  # names of operators that are not torch's own
 
@@ -262,7 +248,11 @@ class Ledger(TorchDispatchMode):
                 break
         group = CollectiveOp.get_process_group(func, args)
         size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
-        self.collectives.append(Collective(name, size, group.size()))
+        ranks = group.size()
+        # In a ring, a rank sends (n - 1) / n of the size; for an all-reduce, twice that.
+        times = 2 if name == "all-reduce" else 1
+        wire = size * (ranks - 1) / ranks * times
+        self.collectives.append(Calls(name, size, ranks, 1, wire))
 
         # FSDP2 copies parameters and gradients into buffers for these.
         if name in ("all-gather", "reduce-scatter"):

@@ -157,7 +157,19 @@ def _try_steps(
     die_with(parent)
     connect_at(port)
     try:
-        result[:] = _measured(recipe, largest, micro)
+        # Set up the process as for the run.
+        run = start_run(recipe, command=())
+        machine = recipe.machine
+        float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+        if run.device.type in ("cuda", "mps"):
+            # Leave room for what a trial does not do. An Apple GPU would use disk space.
+            torch.get_device_module(run.device).set_per_process_memory_fraction(0.95)
+
+        job = build_job(
+            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
+        costs = StepCosts(job, run, largest=largest, counted=False)
+        result[:] = costs.seconds(), peak_memory(run.device)
     except BaseException as error:
         result[0] = inf if is_out_of_memory(error) else nan
         if not is_out_of_memory(error):
@@ -174,23 +186,6 @@ def connect_at(port: int) -> None:
         if name.startswith("TORCHELASTIC_") or name == "ONELOOP_EXIT_FILE":
             del os.environ[name]
     os.environ["MASTER_PORT"] = str(port)
-
-
-def _measured(recipe: Recipe, largest: Sequence[int], micro: int) -> tuple[float, int]:
-    """Train some steps; return the seconds per sample, and the peak memory in bytes."""
-    # Set up the process as for the run.
-    run = start_run(recipe, command=())
-    machine = recipe.machine
-    float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
-    if run.device.type in ("cuda", "mps"):
-        # Leave room for what a trial does not do. An Apple GPU would use disk space.
-        torch.get_device_module(run.device).set_per_process_memory_fraction(0.95)
-
-    job = build_job(
-        recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
-    )
-    costs = StepCosts(job, run, largest=largest, counted=False)
-    return costs.seconds(), peak_memory(run.device)
 
 
 def _identity(recipe: Recipe, run: Run) -> str:

@@ -38,7 +38,7 @@ from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.tools.plan.fake_mode import RealValues, empty, shortened
 from oneloop.tools.plan.largest_samples import SAMPLED, batches_of, by_size
-from oneloop.tools.plan.ledger import Calls, Collective, Costs, Ledger, module_names
+from oneloop.tools.plan.ledger import Calls, Costs, Ledger, module_names
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets
@@ -76,7 +76,7 @@ class StepCosts:
         self.ledger = Ledger()
         self._counted = counted
         self.values = RealValues(self.ledger)
-        self._laps: list[tuple[Counter[Collective], Counter[str]]] = []
+        self._laps: list[tuple[Counter[Calls], Counter[str]]] = []
         run.accelerator.gradient_accumulation_steps = job.layout.accumulate
         self._largest = largest or by_size(job, SAMPLED)
         self._inputs = self._loaded()
@@ -253,7 +253,7 @@ class StepCosts:
         costs.module = modules[-1]
 
         # The first micro-batch counts for all but the last one.
-        collectives = Counter[Collective]()
+        collectives = Counter[Calls]()
         operations = Counter[str]()
         times = self._repeats
         for lap_calls, lap_operations in laps:
@@ -263,8 +263,7 @@ class StepCosts:
                 operations[stage] += number * times
             times = 1
         for call, number in sorted(collectives.items()):
-            calls = Calls(call.name, call.size, call.ranks, number, call.wire * number)
-            costs.collectives.append(calls)
+            costs.collectives.append(replace(call, calls=number, wire=call.wire * number))
         costs.operations = dict(operations)
         return costs
 
