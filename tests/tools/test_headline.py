@@ -155,11 +155,13 @@ def test_curves_of_classes_are_in_one_chart(tmp_path):
     ]
 
 
-def test_three_shares_with_one_beginning_are_a_group_without_known_classes():
+def test_parts_of_a_mixture_are_a_group_and_unknown_classes_are_not():
     names = [f"eval/f1_{name}" for name in ("traffic_light", "traffic_sign", "car")]
-    assert list(grouped(names, shares=names)) == ["eval/f1"]
     assert grouped(names) == {name: {name: ""} for name in names}
-    assert list(grouped(names[:2], shares=names)) == names[:2]
+    assert list(grouped(names, classes=["traffic_light", "traffic_sign"])) == [
+        "eval/f1",
+        "eval/f1_car",
+    ]
     parts = ["eval/loss/books", "eval/loss/code"]
     assert grouped(parts) == {"eval/loss": dict(zip(parts, ("books", "code"), strict=True))}
 

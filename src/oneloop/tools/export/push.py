@@ -1,7 +1,5 @@
 """The model card of an export, and its push to the Hugging Face hub."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +70,10 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
         BadInput: the hub rejects the push, or cannot be reached.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # the HTTP library's error class, which differs between versions
+    base_error: Any = HfHubHTTPError.__bases__[0]
 
     # Collect the files of the export, with the model card and the recipe.
     manifest = read_manifest(folder)
@@ -90,7 +92,7 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
 
     # Replace the files of an earlier push in one commit.
     api = HfApi()
-    with _hub_errors(name):
+    try:
         api.create_repo(name, private=not public, exist_ok=True)
         operations: list[Any] = []
         for file in api.list_repo_files(name):
@@ -99,22 +101,11 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
         for file, content in files.items():
             operations.append(CommitOperationAdd(file, content))
         done = api.create_commit(name, operations, commit_message=f"oneloop: {run.name}, {what}")
-    return f"{name}: {done.commit_url}"
-
-
-@contextmanager
-def _hub_errors(name: str) -> Iterator[None]:
-    from huggingface_hub.errors import HfHubHTTPError
-
-    # the HTTP library's error class, which differs between versions
-    base_error: Any = HfHubHTTPError.__bases__[0]
-
-    try:
-        yield
     except HfHubHTTPError as error:
         raise BadInput(f"--push {name}: the hub rejects it: {_first(error)}") from error
     except (base_error, OSError) as error:
         raise BadInput(f"--push {name}: the hub cannot be reached: {_first(error)}") from error
+    return f"{name}: {done.commit_url}"
 
 
 def _first(error: Exception) -> str:

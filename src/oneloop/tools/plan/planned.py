@@ -68,24 +68,22 @@ _ALLOCATOR = (  # these keys change no tensor that is counted
 
 
 def planned(several: Sequence[Asked]) -> list[Plan | str]:
-    """Plan each run in its own process, two at once; return its plan, or why it has none."""
+    """Plan each run in its own process, all at once; return its plan, or why it has none."""
     found: list[Plan | str] = []
     imported = set[str]()
     context = _context()
-    for at in range(0, len(several), 2):
-        pair = several[at : at + 2]
-        with ExitStack() as stack:
-            futures = []
-            for asked in pair:
-                pool = stack.enter_context(ProcessPoolExecutor(1, context))
-                futures.append(pool.submit(_planned, asked))
-            for future in futures:
-                if isinstance(future.exception(), BrokenProcessPool):
-                    found.append(_KILLED)
-                    continue
-                plan, modules = future.result()
-                found.append(plan)
-                imported.update(modules)
+    with ExitStack() as stack:
+        futures = []
+        for asked in several:
+            pool = stack.enter_context(ProcessPoolExecutor(1, context))
+            futures.append(pool.submit(_planned, asked))
+        for future in futures:
+            if isinstance(future.exception(), BrokenProcessPool):
+                found.append(_KILLED)
+                continue
+            plan, modules = future.result()
+            found.append(plan)
+            imported.update(modules)
 
     # Import what the plans needed, so that the next processes need not.
     for module in imported:

@@ -123,8 +123,7 @@ class _Curves:
     def groups(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yield charts of metrics; those that differ only in a class are in one chart per run."""
         classes = {name for run in self._runs for name in classes_of(run)}
-        shares = {name for name in names if self._is_share(name)}
-        for measure, members in grouped(names, classes=classes, shares=shares).items():
+        for measure, members in grouped(names, classes=classes).items():
             # The title says where the metric comes from, except for the validation set.
             split, _, name = measure.partition("/")
             other = measure.replace("/", ": ")
@@ -143,11 +142,6 @@ class _Curves:
                 for number, (name, label) in enumerate(members.items()):
                     traces += self._traces(run, name, colour=number, label=label)
                 yield _chart(f"{words} of each class{self.of(run)}", traces)
-
-    def _is_share(self, metric: str) -> bool:
-        """Return whether all values of a metric are from 0 to 1."""
-        values = [value for run in self._runs for value in run.curve(metric)[1]]
-        return all(0 <= value <= 1 for value in values if math.isfinite(value))
 
     def shares(self, run: Record) -> dict[str, Any]:
         """Return a chart of stacked areas: the phases' shares of the time."""

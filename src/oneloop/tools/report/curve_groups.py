@@ -3,12 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
-_LEAST = 3  # metrics of a group whose classes are not known
 
-
-def grouped(
-    names: Sequence[str], *, classes: Collection[str] = (), shares: Collection[str] = ()
-) -> dict[str, dict[str, str]]:
+def grouped(names: Sequence[str], *, classes: Collection[str] = ()) -> dict[str, dict[str, str]]:
     """Return the metrics of each chart, with the class of each.
 
     >>> grouped(["eval/loss", "eval/f1_cat", "eval/f1_dog"], classes=["cat", "dog"])
@@ -17,22 +13,19 @@ def grouped(
     Args:
         names: of all metrics, each of the form ``SET/NAME``.
         classes: known names of classes.
-        shares: metrics whose values are all from 0 to 1. Three of them with the same beginning form
-            a group, although their endings are no known classes.
     """
     stems = Counter[str]()
     for name in names:
-        stems.update(stem for stem, _ in _splits(name, classes, shares))
+        stems.update(stem for stem, _ in _splits(name, classes))
 
     # The stem of the most metrics is the best; of equal ones, the longest.
     groups: dict[str, dict[str, str]] = {}
     for name in names:
         title = name
         label = ""
-        most = 0
-        for stem, ending in _splits(name, classes, shares):
-            least = 2 if _is_class(stem, ending, classes) else _LEAST
-            if stems[stem] >= max(least, most):
+        most = 2  # a chart of its own is better for a single class
+        for stem, ending in _splits(name, classes):
+            if stems[stem] >= most:
                 title = stem
                 label = ending
                 most = stems[stem]
@@ -40,19 +33,12 @@ def grouped(
     return groups
 
 
-def _splits(
-    name: str, classes: Collection[str], shares: Collection[str]
-) -> Iterator[tuple[str, str]]:
+def _splits(name: str, classes: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield beginnings and endings of a metric which may be a measure and a class."""
     start = name.find("/") + 1
     for at in range(start + 1, len(name) - 1):
         stem = name[:at]
         ending = name[at + 1 :]
-        possible = name in shares or _is_class(stem, ending, classes)
-        if name[at] in "_/" and possible:
+        # The loss of each part of a mixture of data sets is SET/loss/PART.
+        if name[at] in "_/" and (ending in classes or stem.endswith("/loss")):
             yield stem, ending
-
-
-def _is_class(stem: str, ending: str, classes: Collection[str]) -> bool:
-    # The loss of each part of a mixture of data sets is SET/loss/PART.
-    return ending in classes or stem.endswith("/loss")
