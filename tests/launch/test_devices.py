@@ -547,4 +547,4 @@ def proved_keys(words: list[str]) -> list[str]:
 def test_prove_uses_the_cpu_if_there_are_fewer_gpus_than_processes(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nbatch: {size: 8}\n")
     (words,) = run(proved_keys, ["r.yaml"], folder=tmp_path).ok()
-    assert words == ["2", "r.yaml", "--machine.device", "cpu"]
+    assert words == ["tensors:2", "r.yaml", "--machine.device", "cpu"]

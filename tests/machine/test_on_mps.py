@@ -208,7 +208,7 @@ def test_metrics_in_float64_stay_on_the_host():
     def computed() -> dict[str, float]:
         metrics = make_metrics(task, "metrics")
         for rows in (slice(0, 20), slice(20, 50)):
-            task.update(metrics, {"number": numbers[rows]}, {"prediction": predictions[rows]})
+            task.update(metrics, {"label": numbers[rows]}, {"prediction": predictions[rows]})
         return {name: float(value) for name, value in metrics.compute().items()}
 
     expected = computed()

@@ -318,7 +318,7 @@ def test_pearson_of_predictions_that_hardly_vary():
     task = TextRegression.__new__(TextRegression)
     metrics = task.metrics()
     for part in range(0, 500, 50):
-        batch = {"number": numbers[part : part + 50]}
+        batch = {"label": numbers[part : part + 50]}
         task.update(metrics, batch, {"prediction": predicted[part : part + 50]})
     expected = np.corrcoef(predicted.double().numpy(), numbers.double().numpy())[0, 1]
     assert abs(float(metrics.compute()["pearson"]) - expected) < 1e-7

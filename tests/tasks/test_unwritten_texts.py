@@ -331,7 +331,7 @@ def test_a_line_counts_the_rows_also_from_the_cache_and_on_several_processes(tmp
     # Workers of a pool return the same.
     source = task.rows.sources[0]
     rows = source.parts["train"]
-    encode, _ = task.rows._encoder(task.rows.form, source, rows)
+    encode, _ = task.rows._encoder(task.rows.encode, source, rows)
     notes = ragged(
         rows,
         encode,

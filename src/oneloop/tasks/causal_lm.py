@@ -51,6 +51,7 @@ class CausalLM(RawTexts):
         "tokenizer": "model=null",
         "vocab": "model=null tokenizer=bpe",
         "dropout": "model=null architecture=gpt2",
+        "split_by": "data!=stdlib",
     }
 
     def __init__(

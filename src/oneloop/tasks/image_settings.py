@@ -164,7 +164,8 @@ class ImageSettings:
                 "other; remove one of them"
             )
         jitter = self.jitter
-        if len(jitter) != 4 or not 0 <= min(jitter) <= max(jitter) < math.inf or jitter[3] > 0.5:
+        in_range = len(jitter) == 4 and 0 <= min(jitter) <= max(jitter) < math.inf
+        if not in_range or jitter[3] > 0.5:
             raise ValueError(
                 f"task.color_jitter {self.color_jitter} must be one number from 0, or [brightness, "
                 "contrast, saturation] or [brightness, contrast, saturation, hue]; the strength of "

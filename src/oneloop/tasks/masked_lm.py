@@ -48,7 +48,9 @@ class MaskedLM(RawTexts):
 
     shows_likeliest = True
     ends_texts = False
-    needs = dict.fromkeys(("vocab", "layers", "heads", "width", "dropout"), "model=null")
+    needs = dict.fromkeys(("vocab", "layers", "heads", "width", "dropout"), "model=null") | {
+        "split_by": "data!=stdlib"
+    }
 
     def __init__(
         self,

@@ -243,7 +243,7 @@ class Chat:
             if not text.startswith(through) or not through.startswith(before):
                 raise ValueError(
                     f"cannot find the assistant's tokens of message {index}: the template renders "
-                    "earlier turns differently when more follow, has no marks, and TRL, if it is "
+                    "earlier turns differently when more follow, and has no marks; TRL, if it is "
                     f"installed, has no training template for it; {_HINT}"
                 )
             spans.append((len(before), len(through)))

@@ -84,6 +84,7 @@ class TokenTargets:
 
         # Set by ``model``.
         self.origin: BaseModel | None = None
+        self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
 
     def known_tokenizer(self) -> Any:
         """Return the tokenizer of the model, or of the adapters if their folder has one."""
@@ -207,8 +208,10 @@ class TokenTargets:
 
         # Count the bytes of the target tokens, and the texts that are fully correct.
         if self.token_bytes is not None:
-            sizes = self.token_bytes.to(target.device, non_blocking=True)
-            values["bits_per_byte"] = (loss, sizes[target.clamp(min=0)] * is_target)
+            # They are copied to the device once.
+            if self._sizes is None or self._sizes.device != target.device:
+                self._sizes = self.token_bytes.to(target.device)
+            values["bits_per_byte"] = (loss, self._sizes[target.clamp(min=0)] * is_target)
         if self.counts_whole_texts:
             exact = (right | ~is_target).all(1)
             values["exact"] = (exact, torch.ones_like(exact))
