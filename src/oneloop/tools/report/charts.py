@@ -21,7 +21,6 @@ _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#
 _MANY = 12  # curves of a chart, above which it has no legend
 _TABLE_ROWS = 200  # of a chart, at most
 _UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
-_EVALUATION = ("eval/", "test/")
 _TRAINING = ("train/", "speed/", "share/", "memory/")
 _SINGLE = {
     "train/lr": "Learning rate",
@@ -69,13 +68,11 @@ def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
     yield curves.chart("Loss (train: mean since the previous point)", "train/loss", "eval/loss")
 
     # The task's own metrics: in evaluations, in training, and others.
-    own = [
-        name for name in names if name not in ("eval/loss", "train/loss", "train/epoch", *_SINGLE)
-    ]
-    evaluated = [name for name in own if name.startswith("eval/")]
-    trained = [name for name in own if name.startswith("train/")]
-    others = [name for name in own if not name.startswith((*_TRAINING, *_EVALUATION, "profile/"))]
-    yield from curves.groups([*evaluated, *trained, *others])
+    hidden = ("test/", "speed/", "share/", "memory/", "profile/")
+    usual = ("eval/loss", "train/loss", "train/epoch", *_SINGLE)
+    own = [name for name in names if not name.startswith(hidden) and name not in usual]
+    own.sort(key=lambda name: (not name.startswith("eval/"), not name.startswith("train/")))
+    yield from curves.groups(own)
 
     # The metrics that every run has. A constant learning rate is in the headline.
     for metric, title in _SINGLE.items():
