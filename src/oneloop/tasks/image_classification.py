@@ -31,6 +31,7 @@ from oneloop.tasks.labels import (
 from oneloop.tasks.packaged_images import NEEDS, PACKAGED, packaged
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
+    Data,
     Source,
     SplitSets,
     named_sources,
@@ -62,7 +63,7 @@ class ImageClassification(OneClass, SplitSets):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "digits",
+        data: Data = "digits",
         model: str = "cnn",
         **settings: Any,
     ) -> None:
@@ -120,7 +121,7 @@ class ImageClassification(OneClass, SplitSets):
                 f"task.top_k {keys.top_k} must be below the number of classes, {len(self.classes)}"
             )
 
-    def _open(self, data: str | list[dict[str, Any]]) -> dict[str, Any]:
+    def _open(self, data: Data) -> dict[str, Any]:
         """Return the user's data sets by split: images with class numbers or class probabilities.
 
         If a run has recorded the classes, return nothing.

@@ -1,12 +1,22 @@
 """What a model of transformers can take: tokens of its vocabulary, and positions."""
 
-from copy import deepcopy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from oneloop.basics.base_models import place_of
+
+
+@contextmanager
+def loading(problem: str) -> Iterator[None]:
+    """Raise ValueError, which begins with ``problem``, if transformers cannot load something."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ValueError(f"{problem}: {' '.join(str(error).split())}") from error
 
 
 def config_of(name: str, *, trust_remote_code: bool = False, whole: bool = False) -> Any:
@@ -20,14 +30,10 @@ def config_of(name: str, *, trust_remote_code: bool = False, whole: bool = False
     from transformers import AutoConfig
 
     path, revision = place_of(name)
-    try:
+    with loading(f"task.model {name!r} cannot be loaded"):
         config = AutoConfig.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
-        ) from error
     return config if whole else config.get_text_config()
 
 
@@ -73,15 +79,13 @@ def shorter_length(
     from transformers import AutoModel
 
     # One layer without memory shows how the model numbers positions.
-    config = deepcopy(config_of(name, trust_remote_code=trust_remote_code))
+    config = config_of(name, trust_remote_code=trust_remote_code)
     if hasattr(config, "num_hidden_layers"):
         config.num_hidden_layers = 1
     try:
         with torch.device("meta"):
             model = AutoModel.from_config(config, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ):  # whatever the model's code raises; its positions are checked once it is loaded
+    except Exception:  # of the model's code; its positions are checked once it is loaded
         return length, []
     limit = positions_of(model)
     if limit is None or limit >= length:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.labels import OneClass
+from oneloop.tasks.rows.open_data import Data
 from oneloop.tasks.rows.text_files import TextFile, held_out_files, stdlib
 from oneloop.tasks.text_rows import TextRows
 
@@ -36,7 +37,7 @@ class TextClassification(OneClass, TextRows):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "stdlib",
+        data: Data = "stdlib",
         text: str = "text",
         second: str = "",
         label: str = "label",

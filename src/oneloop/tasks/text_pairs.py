@@ -26,7 +26,7 @@ from oneloop.tasks.columns import (
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.retrieval_metrics import Retrieval
-from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.open_data import Data, Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.text_encoders import LEARNED, TextReader, mean_of
@@ -71,7 +71,7 @@ class TextPairs(TextRows):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] = "stdlib",
+        data: Data = "stdlib",
         anchor: str = "anchor",
         positive: str = "positive",
         negatives: str = "",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.columns import check_column, element_type, is_text
-from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.open_data import Data, Source
 from oneloop.tasks.text_rows import TextRows
 
 
@@ -28,7 +28,7 @@ class TextRegression(TextRows):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]],
+        data: Data,
         text: str = "text",
         second: str = "",
         label: str = "label",

@@ -18,6 +18,7 @@ from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.rows.cached_arrays import ragged
 from oneloop.tasks.rows.open_data import (
+    Data,
     Source,
     SplitBy,
     SplitSets,
@@ -73,7 +74,7 @@ class TextRows(SplitSets):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]] | None,
+        data: Data | None,
         columns: dict[str, str],
         held_out: float = 0.05,
         window: int = 256,

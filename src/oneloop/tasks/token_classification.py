@@ -18,7 +18,7 @@ from oneloop.tasks.columns import (
     is_text,
     values_of,
 )
-from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.open_data import Data, Source
 from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.rows.rows import Row, drop_rows
 from oneloop.tasks.text_encoders import TextReader
@@ -50,7 +50,7 @@ class TokenClassification(TextRows):
 
     def __init__(
         self,
-        data: str | list[dict[str, Any]],
+        data: Data,
         tokens: str = "tokens",
         tags: str = "tags",
         length: int = 512,

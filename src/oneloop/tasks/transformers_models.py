@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import HUB, fetched, place_of
+from oneloop.tasks.model_limits import config_of, loading
 from oneloop.tasks.rows.cache import content_of
 
 
@@ -50,19 +51,16 @@ def auto_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # otherwise every rank shows a bar
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_is_no_load_report)
+    logging.getLogger("transformers.modeling_utils").addFilter(_is_no_load_report)
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            path, revision=revision, trust_remote_code=trust_remote_code
-        )
-        # The configuration of a classifier names its outputs.
-        if classes is not None:
-            config.id2label = dict(enumerate(classes))
-            config.label2id = {label: number for number, label in enumerate(classes)}
+    # The configuration of a classifier names its outputs.
+    config = config_of(name, trust_remote_code=trust_remote_code, whole=True)
+    if classes is not None:
+        config.id2label = dict(enumerate(classes))
+        config.label2id = {label: number for number, label in enumerate(classes)}
+    with loading(f"task.model {name!r} cannot be loaded"):
         if not pretrained:
             model = auto_class.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=torch.float32
@@ -79,12 +77,6 @@ def auto_model(
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
-        ) from error
-    finally:
-        logger.removeFilter(_is_no_load_report)
 
     # Some versions of transformers list the shapes next to the name.
     mismatched = set()
@@ -149,14 +141,10 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False, fast: bool = Tru
     # Otherwise it warns in every DataLoader worker.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path, revision = place_of(name)
-    try:
+    with loading(f"task.model {name!r}: no tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=revision, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(
-            f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}"
-        ) from error
     # If no tokenizer file exists, transformers builds one from nothing.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(

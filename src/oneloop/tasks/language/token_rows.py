@@ -10,6 +10,7 @@ from oneloop.tasks.language.tokens import tokenizer_key
 from oneloop.tasks.packaged_rows import SPLITS, PackagedRows
 from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.open_data import Data as Data
 from oneloop.tasks.rows.open_data import (
     Source,
     SplitBy,
@@ -22,7 +23,6 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 
-Data = str | list[dict[str, Any]]
 Choices = Sequence[Mapping[str, str]]
 """columns that a source may have by key of the task ("": no such column), the first choice first"""
 Encoder = Callable[[Source, Any], tuple[partial[Any], Any]]

@@ -326,11 +326,10 @@ def _reject_unlike(words: Sequence[tuple[AnyPath, str]], where: str) -> None:
     """
     training = list[tuple[AnyPath, str]]()
     held_out = list[tuple[AnyPath, str]]()
-    for file, name in words:
-        is_training = "train" in name.lower()
-        is_held_out = bool(_HELD_OUT.search(name))
-        if is_training != is_held_out:
-            (training if is_training else held_out).append((file, name))
+    for word in words:
+        is_training = "train" in word[1].lower()
+        if is_training != bool(_HELD_OUT.search(word[1])):
+            (training if is_training else held_out).append(word)
     for (file, name), (other_file, other) in product(training, held_out):
         if file != other_file:
             raise ValueError(
