@@ -17,7 +17,8 @@ from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.parquet_files import LocalFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
-from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
+from oneloop.tasks.rows.row_group_splits import check_split_by
+from oneloop.tasks.rows.rows import divided
 from own_files import started
 from worlds import each_message, run
 
@@ -91,8 +92,8 @@ def test_rows_that_cannot_be_used_are_left_out_of_their_group(tmp_path):
     files = [LocalFile(file, there.root) for file in there.files]
     rows = Parquet(files, there.root, ["text"], window=4, content={})
     out = np.array([0, 57, 199])
-    whole = divided_by_groups({"": rows}, 0.1, {})
-    parts = divided_by_groups({"": rows}, 0.1, {"": out})
+    whole = divided({"": rows}, 0.1, by_groups=True)
+    parts = divided({"": rows}, 0.1, {"": out}, by_groups=True)
     for name, part in parts.items():
         texts = [row["text"] for row in map(whole[name].__getitem__, range(len(whole[name])))]
         kept = [text for text in texts if int(text.split()[2]) not in out]

@@ -21,7 +21,7 @@ from oneloop.tasks.rows.remote.data_sets import (
 )
 from oneloop.tasks.rows.remote.data_sets import local_only as local_only
 from oneloop.tasks.rows.remote_checks import is_remote, sample_notes
-from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
+from oneloop.tasks.rows.row_group_splits import check_split_by
 from oneloop.tasks.rows.rows import Check, Mapped, Row, Rows, divided
 from oneloop.tasks.rows.text_files import (
     STDLIB,
@@ -191,9 +191,6 @@ def opened(
     if check:
         check([source])
     if "validation" not in splits:
-        if source.split_by == "groups":
-            source.parts = divided_by_groups(splits, held_out, source.unusable)
-            return source
         training = splits["train" if "train" in splits else ""]
         # Fewer than three files cannot be three splits.
         if isinstance(training, TextFiles) and len(training) < 3:
@@ -207,6 +204,7 @@ def opened(
         splits,
         held_out,
         source.unusable,
+        by_groups=source.split_by == "groups",
         label=source.columns[label] if label else "",
         text=next(filter(None, source.columns.values()), ""),
         notes=source.notes,

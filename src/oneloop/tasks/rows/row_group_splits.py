@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from oneloop.tasks.rows.rows import DRAWS, Rows, drop_rows
-
+DRAWS = 1_000_000
+"""numbers below this are drawn for rows and groups"""
 _LEAST = 20  # row groups
 
 
@@ -45,31 +45,20 @@ def check_split_by(where: str, splits: Mapping[str, Any], split_by: str) -> None
             )
 
 
-def divided_by_groups(
-    splits: Mapping[str, Any], share: float, unusable: Mapping[str, NDArray[np.int64]]
-) -> dict[str, Rows]:
-    """Return train, validation and test rows; take missing ones as whole groups from training.
+def draw_groups(rows: Any, share: float) -> dict[str, NDArray[np.int64]]:
+    """Return the row groups of train, validation and test: each held-out split has at least one.
 
     A hash of the file's name, relative to the data set's folder, and of the group's number decides.
     Equal rows may be in two splits.
 
     Args:
-        splits: rows of Parquet files by split, without validation; all under ``""`` if there are
-            no splits.
-        share: share of the groups for each of validation and test. If only a test split exists,
-            validation gets both shares.
-        unusable: ascending indices of the rows to leave out, by split.
-
-    Raises:
-        ValueError: a split has no row.
+        rows: rows of Parquet files.
+        share: share of the groups for each of validation and test.
     """
-    training = "train" if "train" in splits else ""
-    rows: Any = drop_rows(splits[training], unusable.get(training, ()))
-
     # Draw a number below a million for each group.
     groups = []
     draws = []
-    for group, (name, number) in splits[training].filled_groups().items():
+    for group, (name, number) in rows.filled_groups().items():
         groups.append(group)
         draws.append(xxh3_64_intdigest(f"{name}\0{number}".encode()) % DRAWS)
     order = np.array(groups)[np.argsort(draws, kind="stable")]
@@ -78,19 +67,8 @@ def divided_by_groups(
     both = np.searchsorted(np.sort(draws), [share * DRAWS, 2 * share * DRAWS])
     end = max(1, int(both[0]))
     end_of_test = max(end + 1, int(both[1]))
-    drawn = {"train": order[end_of_test:], "validation": order[:end]}
-    if "test" in splits:
-        drawn["validation"] = order[:end_of_test]
-    else:
-        drawn["test"] = order[end:end_of_test]
-
-    made = {split: rows.select_groups(np.sort(chosen)) for split, chosen in drawn.items()}
-    if "test" in splits:
-        made["test"] = drop_rows(splits["test"], unusable.get("test", ()))
-    for split, kept in made.items():
-        if not len(kept):
-            raise ValueError(
-                f"{splits[training].where(0)}: task.held_out {share} of {len(order)} row groups "
-                f"give no row to {split}; set another share, or write smaller groups"
-            )
-    return made
+    return {
+        "train": order[end_of_test:],
+        "validation": order[:end],
+        "test": order[end:end_of_test],
+    }

@@ -18,6 +18,7 @@ from oneloop.basics.progress import tracked
 from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import cached_json, key_of, rows_content
 from oneloop.tasks.rows.csv_json_lines import NOT_UNICODE, about_one_object
+from oneloop.tasks.rows.row_group_splits import DRAWS, draw_groups
 
 Row = dict[str, Any]
 Check = Callable[[Row], str]
@@ -149,8 +150,6 @@ class Mapped:
         return getattr(self.rows, name)
 
 
-DRAWS = 1_000_000
-"""numbers below this are drawn for rows and groups"""
 _DRAW_VERSION = 2  # increase it if other rows are drawn from the same content
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -160,20 +159,22 @@ def divided(
     share: float,
     unusable: Mapping[str, NDArray[np.int64]] | None = None,
     *,
+    by_groups: bool = False,
     label: str = "",
     text: str = "",
     notes: list[str] | None = None,
 ) -> dict[str, Rows]:
     """Return train, validation and test rows; take the missing splits from the training rows.
 
-    Existing splits stay, and rows of equal content are in the same split. If there is a validation
-    split, a missing test split stays missing.
+    Existing splits stay. Rows of equal content are in the same split, unless whole row groups are
+    drawn. If there is a validation split, a missing test split stays missing.
 
     Args:
         splits: the rows by split; all under ``""`` if there are no splits.
         share: share of the training rows for each of validation and test. If only a test split
             exists, validation gets both shares.
         unusable: ascending indices of the rows to leave out, by split.
+        by_groups: draw whole row groups of Parquet files.
         label: column of the class: rows of a class without training rows stay in train.
         text: column whose values are counted that are in train and in another drawn split.
         notes: gets lines about these rows, and about rows that repeat.
@@ -199,25 +200,35 @@ def divided(
         raise ValueError(f"{where}: {len(rows)} rows are too few for three splits{about}")
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
-    key = key_of(_DRAW_VERSION, rows_content(rows), share, label, text)
-    drawn = cached_json(f"held-out/{key}.json", lambda: _draw_splits(rows, share, label, text))
-    if notes is not None:
-        notes += drawn["notes"]
-    validation, test = (np.array(drawn[split], np.int64) for split in ("validation", "test"))
-    if "test" in splits:
-        # The validation split gets the rows of both draws.
-        validation, test = np.concatenate([validation, test]), _NO_ROWS
-    train = np.delete(np.arange(len(rows)), np.concatenate([validation, test]))
+    if by_groups:
+        drawn = draw_groups(rows, share)
+        select = usable[training].select_groups
+    else:
+        key = key_of(_DRAW_VERSION, rows_content(rows), share, label, text)
+        held_out = cached_json(
+            f"held-out/{key}.json", lambda: _draw_splits(rows, share, label, text)
+        )
+        lines = held_out.pop("notes")
+        if notes is not None:
+            notes += lines
+        drawn = {split: np.array(indices, np.int64) for split, indices in held_out.items()}
+        train = np.delete(np.arange(len(rows)), np.concatenate([*drawn.values()]))
+        drawn = {"train": train, **drawn}
 
-    made: dict[str, Rows] = {}
-    for split, indices in (("train", train), ("validation", validation), ("test", test)):
-        made[split] = rows.select(np.setdiff1d(indices, left_out.get(training, _NO_ROWS)))
+        def select(indices: NDArray[np.int64]) -> Rows:
+            return rows.select(np.setdiff1d(indices, left_out.get(training, _NO_ROWS)))
+
+    # A test split stays, and the validation split gets what both draws hold out.
+    if "test" in splits:
+        drawn["validation"] = np.concatenate([drawn["validation"], drawn.pop("test")])
+    made = {split: select(np.sort(indices)) for split, indices in drawn.items()}
     if "test" in splits:
         made["test"] = usable["test"]
     for split, part in made.items():
         if not len(part):
             raise ValueError(
-                f"{rows.where(0)}: no row is left for {split}; set a larger task.held_out"
+                f"{rows.where(0)}: no row is left for {split} with task.held_out {share}; set a "
+                "larger one (task.split_by groups: or a smaller one, or write smaller row groups)"
             )
     return made
 
