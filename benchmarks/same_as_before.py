@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,7 @@ COMMON = [
 RECIPES = {
     "digits": ["--task", "same_as_before_tasks.Digits"],
     "gpt": [
-        *("--task", "same_as_before_tasks.GPT", "--task.data", str(Path(asyncio.__file__).parent)),
+        *("--task", "same_as_before_tasks.GPT", "--task.data", str(Path("texts").resolve())),
         *("--task.width", "32", "--task.layers", "2", "--task.heads", "2", "--task.block", "32"),
     ],
 }
@@ -78,6 +79,14 @@ TIMED = (
     "memory/",
     "device/",
 )
+
+
+def write_texts(folder: Path) -> None:
+    """Write the source of asyncio in folders that name the splits, so that no rule draws them."""
+    for number, file in enumerate(sorted(Path(asyncio.__file__).parent.glob("*.py"))):
+        split = folder / {0: "validation", 1: "test"}.get(number % 10, "train")
+        split.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, split)
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +222,7 @@ def main() -> int:
         return 0
     results = []
     with tempfile.TemporaryDirectory() as scratch:
+        write_texts(Path(scratch) / "texts")
         for number, checkout in enumerate(given.checkouts):
             to = Path(scratch) / f"{number}.json"
             # each checkout is run by its own script: modules have moved
