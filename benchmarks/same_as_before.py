@@ -86,7 +86,7 @@ def write_texts(folder: Path) -> None:
     for number, file in enumerate(sorted(Path(asyncio.__file__).parent.glob("*.py"))):
         split = folder / {0: "validation", 1: "test"}.get(number % 10, "train")
         split.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, split)
+        shutil.copy(file, split / f"{file.stem}.txt")
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
