@@ -192,7 +192,7 @@ def _prompt(row: Row, *, length: int, **more: Any) -> NDArray[np.int32]:
     kept = "only the end of each prompt is used, without metrics"
     remark(f"are longer than {limit}: {kept}", f"{len(tokens):,} tokens")
 
-    # Leave out the answer; ~0 stands for the token that is no input.
+    # Leave out the answer; ~0 is a placeholder for the last token, which the model does not read.
     targets = np.flatnonzero(tokens >= 0)
     end = targets[0] if len(targets) else -1
     return np.append(tokens[:end][-length:], np.int32(~0))

@@ -28,7 +28,11 @@ class _Loss(nn.Module):
         return self.loss(self.model, dict(zip(self.names, tensors, strict=True)))[0]
 
 
-def draw(loss: Callable[..., Any], model: nn.Module, batch: Mapping[str, Any]) -> tuple[Any, str]:
+def draw(
+    loss: Callable[..., Any],
+    model: nn.Module,
+    batch: Mapping[str, Any],
+) -> tuple[Any, str]:
     """Trace the loss of a batch.
 
     Args:

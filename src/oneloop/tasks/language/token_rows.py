@@ -1,4 +1,4 @@
-"""Rows of a language task as arrays of tokens: of its own data, and of data to predict."""
+"""Rows of a language task as arrays of tokens, for training and for prediction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -252,7 +252,12 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > 20
 
 
-def _chart(title: str, data: list[dict[str, Any]], *, log: bool = False) -> dict[str, Any]:
+def _chart(
+    title: str,
+    data: list[dict[str, Any]],
+    *,
+    log: bool = False,
+) -> dict[str, Any]:
     """Return a chart with oneloop's layout.
 
     Args:

@@ -4,7 +4,11 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 
-def grouped(names: Sequence[str], *, classes: Collection[str] = ()) -> dict[str, dict[str, str]]:
+def grouped(
+    names: Sequence[str],
+    *,
+    classes: Collection[str] = (),
+) -> dict[str, dict[str, str]]:
     """Return the metrics of each chart, with the class of each.
 
     >>> grouped(["eval/loss", "eval/f1_cat", "eval/f1_dog"], classes=["cat", "dog"])

@@ -41,7 +41,7 @@ class Machine:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise BadInput for a name that is no technique."""
+    """Raise BadInput if a name is not a technique."""
     for name in names:
         if name not in TECHNIQUES:
             known = ", ".join(TECHNIQUES)
